@@ -16,7 +16,7 @@ from kfp import dsl, kubernetes
 from flotilla.components.image import SECRET_KEYS
 from flotilla.components.kubernetes import names
 from flotilla.components.table import PREPARE, StepSpec
-from flotilla.trainer.config import pod_fields
+from flotilla.trainer.config import kubernetes as pod_fields
 from flotilla.trainer.config.load import parse_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
@@ -154,7 +154,7 @@ class StepPods:
             ("--memory", pod_fields.memory, [self.memory]),
             ("--gpus", pod_fields.count, [self.gpus]),
             ("--node-selector", pod_fields.labels, [dict(self.node_selector)]),
-            ("--toleration", pod_fields.tolerations, [list(self.tolerations)]),
+            ("--toleration", pod_fields.toleration, self.tolerations),
             ("--store-secret", pod_fields.name, [self.store_secret] if self.store_secret else []),
             ("--pull-secret", pod_fields.name, self.pull_secrets),
             ("--mount", _mount, self.mounts.items()),

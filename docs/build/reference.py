@@ -21,7 +21,7 @@ from flotilla.components.table import STAGES, STEPS, StepSpec
 from flotilla.pipelines.training import SIGNATURE
 from flotilla.trainer.config.base import AUTO, OR_AUTO
 from flotilla.trainer.config.form import FIELDS
-from flotilla.trainer.config.optimizer import ARGS, ScheduleConfig
+from flotilla.trainer.config.model import ARGS, ScheduleConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import EXIT_CODES
 

@@ -1,22 +1,237 @@
-"""The command line `flotilla`, which parses arguments and calls the commands of the table."""
+"""The command line `flotilla`: the table of commands, and the call of one of them.
+
+A command is a function in the module of its topic. Its parameters are the options of the command.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import sys
-from typing import Annotated, Any
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.completion import completion_init  # type: ignore[attr-defined]
+from typer.core import TyperCommand, TyperGroup
 
-from flotilla.pipelines.cli.commands import HELP_OPTIONS, Group, add_commands
-from flotilla.pipelines.cli.completion.shell import VARIABLE, rejoin_words
-from flotilla.pipelines.cli.exit import Answer, fail, finish
+from flotilla.pipelines.cli.completion import VARIABLE, completion, rejoin_words
+from flotilla.pipelines.cli.exit import Answer, fail, finish, write
+from flotilla.pipelines.cli.housekeeping import check, doctor, gc
+from flotilla.pipelines.cli.kfp import (
+    compile_,
+    manifest,
+    reschedule,
+    schedule,
+    submit,
+    unschedule,
+    upload,
+)
+from flotilla.pipelines.cli.models import (
+    list_models,
+    predict,
+    promote_model,
+    roll_back,
+    show_checkpoint,
+    show_model,
+)
+from flotilla.pipelines.cli.run import configs, init, prepare, replay, run, train
+from flotilla.pipelines.cli.runs import cancel, compare, list_runs, logs, open_, status
+from flotilla.pipelines.cli.sweep import sweep
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, UserError
 from flotilla.trainer.runtime.masking import find_credentials
 from flotilla.trainer.runtime.output.streams import discard, mask_libraries
+
+# The panels of `flotilla --help`, in the order of their first commands.
+RUN, CLUSTER, MODELS, DATA, HOUSEKEEPING = (
+    "Run on this machine, and inspect runs",
+    "Run on a cluster",
+    "Models",
+    "Data and configuration",
+    "Housekeeping",
+)
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
+_GROUPS = {
+    "models": "List, show and promote the registered models.",
+    "checkpoint": "Inspect a checkpoint.",
+}
+_TRAINED = (
+    "`headline`, `notes`, `global_step` (the number of updates) and `handed_on_step` (the step of "
+    "the checkpoint that training.hand_on selects). If the model was evaluated, it also adds "
+    "`main_metric` and `better` (higher or lower)."
+)
+_ENDED = (
+    "`steps` while the run is running, and `global_step` and `handed_on_step` when it has ended. "
+    "If a model was evaluated, it also adds `main_metric` and `better`."
+)
+_COLLECTED = (
+    "`removed`, the removed URIs. With --keep-runs or --keep-versions it also adds `planned` (a "
+    "list of objects), `bytes` (their total size), and `kept` (the reasons why some old items are "
+    "kept)."
+)
+_COMPARED = (
+    "`runs`, `comparison` (the values of all runs by group and name), `main_metric`, and `best`, "
+    "the best run."
+)
+_UPLOADED = "`version`. Its field `newest` tells whether `submit` uses this version by default."
+
+
+class Command(NamedTuple):
+    """A command: its function, its help panel, and the keys that `--json` adds."""
+
+    call: Callable[..., None]
+    panel: str | None = None
+    adds: str = ""
+
+
+COMMANDS = {
+    "run": Command(run, RUN, _TRAINED),
+    "train": Command(train, RUN, _TRAINED),
+    "sweep": Command(
+        sweep, RUN, "`trials`, `best` (its number) and `command` (to repeat this trial)."
+    ),
+    "runs": Command(list_runs, RUN, "`runs`, a list of objects."),
+    "status": Command(status, RUN, _ENDED),
+    "logs": Command(logs, RUN),
+    "open": Command(open_, RUN, "`opened`, which tells whether a browser was started."),
+    "compare": Command(compare, RUN, _COMPARED),
+    "cancel": Command(cancel, RUN),
+    "replay": Command(replay, RUN, "`step`, `stages`, `folder` and `remarks`."),
+    "compile": Command(compile_, CLUSTER),
+    "upload": Command(upload, CLUSTER, _UPLOADED),
+    "submit": Command(submit, CLUSTER, f"{_TRAINED} These keys are present only with --wait."),
+    "schedule": Command(schedule, CLUSTER, "`schedule`."),
+    "reschedule": Command(reschedule, CLUSTER, "`schedule`."),
+    "unschedule": Command(unschedule, CLUSTER, "`schedule`."),
+    "manifest": Command(manifest, CLUSTER, "`manifest`, the manifest of the job as an object."),
+    "predict": Command(
+        predict, MODELS, "`rows`, `skipped`, `unsound`, `rows_per_second` and `output`."
+    ),
+    "models list": Command(list_models, adds="`models`, a list of objects."),
+    "models show": Command(show_model, adds="`model`, with its lineage and promotions."),
+    "models promote": Command(promote_model, adds="the numbers `version` and `promotion`."),
+    "models rollback": Command(roll_back, adds="the numbers `version` and `promotion`."),
+    "checkpoint show": Command(
+        show_checkpoint, adds="`checkpoint`, with its `variables` and `parts`."
+    ),
+    "init": Command(init, DATA, "`config`, the content of the file."),
+    "check": Command(check, DATA, "`found` (the inputs and outputs of the model) and `notes`."),
+    "prepare": Command(prepare, DATA),
+    "configs": Command(configs, DATA, "`configs` (a list of objects), or `path`."),
+    "doctor": Command(doctor, HOUSEKEEPING, "`checks`, a list of objects."),
+    "gc": Command(gc, HOUSEKEEPING, _COLLECTED),
+    "completion": Command(completion, HOUSEKEEPING, "`script`."),
+}
+# Two examples of each command, which begin with its name.
+_EXAMPLES = """
+flotilla run
+flotilla run churn.csv --label churn --set training.steps=500
+flotilla train churn.yaml --set training.strategy=single
+flotilla train --resume digits-20260101-120000-1a2b
+flotilla sweep churn.yaml --auto --minutes 30
+flotilla sweep --set training.optimizer.learning_rate=1e-4..1e-2:log --tpe 20
+flotilla runs --limit 50
+flotilla runs --endpoint https://kfp.example.com --experiment flotilla
+flotilla status digits-20260101-120000-1a2b
+flotilla status digits-20260101-120000-1a2b --json
+flotilla logs digits-20260101-120000-1a2b -f
+flotilla logs digits-20260101-120000-1a2b --step train_model --task worker-0
+flotilla open digits-20260101-120000-1a2b
+flotilla open nightly-churn --endpoint https://kfp.example.com
+flotilla compare digits-20260101-120000-1a2b digits-20260102-120000-3c4d
+flotilla compare digits-20260101-120000-1a2b digits-20260102-120000-3c4d --json
+flotilla cancel digits-20260101-120000-1a2b
+flotilla cancel nightly-churn --endpoint https://kfp.example.com
+flotilla replay digits-20260101-120000-1a2b train_model --pdb
+flotilla replay nightly-churn evaluate_model --endpoint https://kfp.example.com
+flotilla compile churn.yaml --image registry.example.com/flotilla:1
+flotilla compile -o pipeline.yaml --components components --memory 16Gi
+flotilla upload --endpoint https://kfp.example.com
+flotilla upload churn.yaml --image registry.example.com/flotilla:1 --gpus 1
+flotilla submit churn.yaml --endpoint https://kfp.example.com --wait
+flotilla submit --set training.steps=5000 --experiment nightly
+flotilla schedule churn.yaml --cron '0 3 * * *' --timezone Europe/Berlin
+flotilla schedule churn.yaml --every 6h --name churn-often --latest
+flotilla reschedule churn
+flotilla reschedule churn --image registry.example.com/flotilla:2
+flotilla unschedule churn
+flotilla unschedule churn --cancel
+flotilla manifest churn.yaml --set cluster.launcher=jobset
+flotilla manifest churn.yaml --set cluster.workers=4 --json
+flotilla predict churn new.csv -o answers.csv --columns customer
+flotilla predict churn@3 's3://bucket/new/*.parquet' -o answers.parquet
+flotilla models list
+flotilla models list churn --root s3://bucket/ml
+flotilla models show churn
+flotilla models show churn 3 --json
+flotilla models promote churn 3
+flotilla models promote churn 3 --root s3://bucket/ml
+flotilla models rollback churn
+flotilla models rollback churn --root s3://bucket/ml
+flotilla checkpoint show digits-20260101-120000-1a2b
+flotilla checkpoint show s3://bucket/ml/digits-20260101-120000-1a2b/checkpoints
+flotilla init churn.csv --label churn
+flotilla init 's3://bucket/clicks/{DATE}' --label clicked -o clicks.yaml
+flotilla check churn.yaml
+flotilla check churn.csv --label churn --set model.name=mlp
+flotilla prepare churn.yaml
+flotilla prepare churn.csv --label churn --set data.shards=16
+flotilla configs
+flotilla configs digits.yaml
+flotilla doctor churn.yaml
+flotilla doctor --kubernetes --endpoint https://kfp.example.com -n team-a
+flotilla gc
+flotilla gc --keep-runs 30d --keep-versions 5 --dry-run
+flotilla completion bash > ~/.local/share/bash-completion/completions/flotilla
+flotilla completion fish > ~/.config/fish/completions/flotilla.fish
+"""
+
+
+def find_examples(words: str) -> list[str]:
+    """Return the examples of a command."""
+    return [each for each in _EXAMPLES.splitlines() if f"{each} ".startswith(f"flotilla {words} ")]
+
+
+class _PlainFlags:
+    """A command or group whose help shows no type for flags, because they take no value."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the parameters, including the help option."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for each in found:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""
+        return found
+
+
+class Group(_PlainFlags, TyperGroup):
+    """A group of commands."""
+
+
+class _Explained(_PlainFlags, TyperCommand):
+    """A command whose help ends with examples."""
+
+    examples: Sequence[str] = ()
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help, then the examples without a frame or line wrapping."""
+        super().format_help(ctx, formatter)
+        write("".join([" Examples:\n\n", *(f"   {each}\n" for each in self.examples)]))
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Add all commands of the table to the command line."""
+    groups = {name: typer.Typer(help=text, cls=Group) for name, text in _GROUPS.items()}
+    for words, row in COMMANDS.items():
+        group, _, name = words.rpartition(" ")
+        explained = type("Explained", (_Explained,), {"examples": find_examples(words)})
+        epilog = f"--json adds {row.adds}" if row.adds else None
+        parent = groups[group] if group else app
+        parent.command(name, cls=explained, epilog=epilog, rich_help_panel=row.panel)(row.call)
+    for name, each in groups.items():
+        app.add_typer(each, name=name, rich_help_panel=MODELS)
+
 
 app = typer.Typer(
     name="flotilla",

@@ -130,7 +130,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     say(f"flotilla: {message}")
     if as_json:
         with suppress(UserError):
-            print_json(failure(message, code, run_id))
+            finish(failure(message, code, run_id), as_json=True)
     return code
 
 
@@ -141,15 +141,7 @@ def warn(text: str) -> None:
 
 def finish(answer: Answer, *, as_json: bool) -> None:
     """Write the result of a command to standard output, as a JSON object or as text."""
-    if as_json:
-        print_json(answer)
-    else:
-        write(answer.text)
-
-
-def print_json(answer: Answer) -> None:
-    """Write a result as the last line of standard output."""
-    write(f"{answer.json()}\n")
+    write(f"{answer.json()}\n" if as_json else answer.text)
 
 
 def write(text: str) -> None:
@@ -158,6 +150,16 @@ def write(text: str) -> None:
         # Skip an empty string, because flushing the stream would fail on a full disk.
         with output():
             sys.stdout.write(printable(text))
+
+
+def show_lines(*lines: object) -> None:
+    """Print lines and tables for people to standard output. Raises a `UserError` if that fails."""
+    from flotilla.pipelines.cli.display import Terminal
+
+    terminal = Terminal()
+    with output():
+        for each in lines:
+            terminal.print(each)
 
 
 @contextmanager

@@ -255,6 +255,9 @@ def schedule(
     )
 
 
+ScheduleName = Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")]
+
+
 def _answer_schedule(made: Scheduled) -> Answer:
     say(f"schedule {made.name} {made.action}: {made.timing}")
     _say(made.version)
@@ -275,37 +278,23 @@ def _answer_schedule(made: Scheduled) -> Answer:
 
 @answers
 @add_instance_options
-def reschedule(
-    instance: Instance,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")],
-    pipeline: Annotated[
-        str, typer.Option(metavar="NAME", help="The name of the uploaded pipeline.")
-    ] = "flotilla-training",
-    image: Annotated[
-        str,
-        typer.Option(
-            metavar="IMAGE",
-            help="The container image of all steps and training tasks. Default: the image of the "
-            "pipeline.",
-        ),
-    ] = "",
-) -> Answer:
+@lambda command: add_submission_options(command, "pipeline", "image")
+def reschedule(instance: Instance, target: dict[str, Any], name: ScheduleName) -> Answer:
     """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
-    return _answer_schedule(scheduling.reschedule(instance.access(), name, pipeline, image))
+    return _answer_schedule(scheduling.reschedule(instance.access(), name, **target))
 
 
 @answers
 @add_instance_options
 def unschedule(
     instance: Instance,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="The name of the schedule.")],
+    name: ScheduleName,
     cancel: Annotated[
         bool,
         typer.Option(
-            "--cancel",
-            help="Cancel the active runs of the schedule, and wait until they end.",
+            "--cancel", help="Cancel the active runs of the schedule, and wait until they end."
         ),
     ] = False,
     now: Annotated[
@@ -324,11 +313,8 @@ def unschedule(
             "--now does not wait; omit one of the two"
         )
 
-    def detached() -> tuple[str, str]:
-        left = "was not removed, but may be disabled; repeat the command to remove it"
-        return f"interrupted; the schedule {name} {left}", ""
-
-    with detaching(detached):
+    left = "was not removed, but may be disabled; repeat the command to remove it"
+    with detaching(lambda: (f"interrupted; the schedule {name} {left}", "")):
         removed = scheduling.unschedule(instance.access(), name, say, cancel=cancel, now=now)
     say(f"schedule {name} was removed")
     return Answer(more={"schedule": {"name": name, "removed": removed}})

@@ -17,8 +17,14 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, FIRST_STAGE, find_maker
-from flotilla.pipelines.cli.display import Terminal, mark, step_line, steps_table
-from flotilla.pipelines.cli.tables import escape_controls, wrap_text
+from flotilla.pipelines.cli.display import (
+    Terminal,
+    escape_controls,
+    mark,
+    step_line,
+    steps_table,
+    wrap_text,
+)
 from flotilla.trainer.events import (
     Event,
     Interrupted,
@@ -160,10 +166,8 @@ class Display(LiveView):
                 self._say_in_log(f"{event.step} ...")
             case StepEnd():
                 self._step_end(event)
-            case Progress():
+            case Progress() | WorkProgress():
                 self._progress(event)
-            case WorkProgress():
-                self._work(event)
             case Validation() if self._console.can_redraw:
                 self._validation = event
             case Interrupted():
@@ -193,18 +197,13 @@ class Display(LiveView):
         status = mark(event.status)
         self.say(Text.assemble(f"{what} ", status, f" in {duration(event.seconds)}"))
 
-    def _progress(self, event: Progress) -> None:
+    def _progress(self, event: Progress | WorkProgress) -> None:
         if not self._console.can_redraw:
             if text := self._lines.take(event):
                 self.say(text)
-            return
-        self._left.take(event)
-        self._progress_seen = event
-
-    def _work(self, event: WorkProgress) -> None:
-        if not self._console.can_redraw:
-            if text := self._lines.take(event):
-                self.say(text)
+        elif isinstance(event, Progress):
+            self._left.take(event)
+            self._progress_seen = event
         elif event.is_over:
             self._works.pop(event.what, None)
         else:
@@ -234,12 +233,17 @@ class Display(LiveView):
             return _one_line(self._spinner, Text(f"{name}  {self._stopping()}{passed}"))
         if progress is None:
             return _one_line(self._spinner, Text(f"{name}{passed}"))
+        left = self._left.seconds(time.time())
+        # Leave space for the spinner, the counts and the remaining time.
+        width = max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
         return _one_line(
             self._spinner,
             Text(name),
-            ProgressBar(progress.steps or None, progress.global_step, width=self._bar_width(name)),
+            ProgressBar(progress.steps or None, progress.global_step, width=width),
             Text("/".join(map(str, filter(None, (progress.global_step, progress.steps))))),
-            Text(self._time_left()),
+            # Hide an estimate of zero, which would remain on the screen during a long last
+            # validation.
+            Text(f"{duration(left)} left" if left else ""),
         )
 
     def _describe_pause(self) -> str:
@@ -249,15 +253,6 @@ class Display(LiveView):
         if self._is_stopping:
             return "stopping"
         return "starting the next step" if self._ended else "starting"
-
-    def _bar_width(self, name: str) -> int:
-        # Leave space for the spinner, the counts and the remaining time.
-        return max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
-
-    def _time_left(self) -> str:
-        left = self._left.seconds(time.time())
-        # Hide an estimate of zero, which would remain on the screen during a long last validation.
-        return f"{duration(left)} left" if left else ""
 
     def _metric_lines(self) -> list[str]:
         lines = []
@@ -271,16 +266,12 @@ class Display(LiveView):
             values = [f"{name} {round_value(value)}" for name, value in found.metrics.items()]
             end = f"at {found.global_step}"
             # Keep the metrics that fit. The main metric comes first.
-            while (
-                len(values) > 1 and _line_width("  validation", *values, end) > self._console.width
+            while len(values) > 1 and (
+                len("  ".join(("  validation", *values, end))) > self._console.width
             ):
                 values.pop()
             lines.append("  ".join(("validation", *values, end)))
         return lines
-
-
-def _line_width(*parts: str) -> int:
-    return len("  ".join(parts))
 
 
 def work_line(event: WorkProgress, width: int) -> RenderableType:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from flotilla.pipelines.cli.completion.candidates import (
+from flotilla.pipelines.cli.completion import (
     complete_model_versions,
     complete_models,
     complete_runs,
     complete_versions,
 )
-from flotilla.pipelines.cli.exit import Answer, answers, output
+from flotilla.pipelines.cli.exit import Answer, answers, show_lines
+from flotilla.pipelines.cli.housekeeping import format_bytes
 from flotilla.pipelines.cli.options import Root, Workdir
-from flotilla.pipelines.cli.retention import format_bytes
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError
 from flotilla.trainer.runtime.output.streams import say
@@ -59,8 +59,7 @@ def list_models(
 ) -> Answer:
     """List the versions of one model or of all models."""
     from flotilla.pipelines import models as registered
-    from flotilla.pipelines.cli.display import Terminal
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.trainer.report.headline import describe_constant, main_value
 
     place = registered.choose_root(root, workdir)
@@ -79,11 +78,9 @@ def list_models(
         }
         for each in found
     ]
-    with output():
-        right = ("version", "constant", "global step")
-        table = Table(rows=rows, spare=_SPARE, right=right, words=("metric",))
-        none = f"no model is registered below {place}"
-        Terminal().print(table if rows else none)
+    right = ("version", "constant", "global step")
+    table = Table(rows=rows, spare=_SPARE, right=right, words=("metric",))
+    show_lines(table if rows else f"no model is registered below {place}")
     problems = list(dict.fromkeys(each.problem for each in found if each.problem))
     for each in problems:
         say(f"flotilla: {each}")
@@ -97,15 +94,11 @@ def list_models(
 
 @answers
 def show_model(
-    name: Name,
-    version: VersionOrChampion = 0,
-    workdir: Workdir = RUNS,
-    root: Root = "",
+    name: Name, version: VersionOrChampion = 0, workdir: Workdir = RUNS, root: Root = ""
 ) -> Answer:
     """Show a version of a model with its lineage. The default version is the champion."""
     from flotilla.pipelines import models as registered
-    from flotilla.pipelines.cli.display import Terminal, display_path
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table, display_path
     from flotilla.trainer import storage
     from flotilla.trainer.report.headline import headline
     from flotilla.trainer.report.programs import programs
@@ -113,8 +106,8 @@ def show_model(
 
     found = registered.show(name, version, workdir=workdir, root=root)
     row = asdict(found.version)
-    facts = {"name": name, "version": row["version"], "measured": row["measured"]}
-    facts["verdict"] = "champion" if row["champion"] else "registered"
+    verdict = "champion" if row["champion"] else "registered"
+    facts = {key: row[key] for key in ("name", "version", "measured")} | {"verdict": verdict}
     cells = {
         key.replace("_", " "): round_value(value) if key == "metrics" else format_value(value)
         for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items()
@@ -131,17 +124,14 @@ def show_model(
     ]
     path = storage.local_path(found.uri)
     python = programs(str(path or "model"), found.fields)
-    with output():
-        terminal = Terminal()
-        terminal.print(headline(facts))
-        terminal.print(table)
-        for each in found.promotions:
-            line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
-            terminal.print(line)
-        # Print each line separately, because the console would join the lines of a text.
-        for program in [*python.values()][:1]:
-            for line in ("", "In Python:", "", *program.split("\n")):
-                terminal.print(line)
+    lines = [
+        f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
+        for each in found.promotions
+    ]
+    # Print each line separately, because the console would join the lines of a text.
+    for program in [*python.values()][:1]:
+        lines += ["", "In Python:", "", *program.split("\n")]
+    show_lines(headline(facts), table, *lines)
     model = {**row, "lineage": found.lineage, "promotions": made, "python": python}
     return Answer(artifacts={"model": found.uri}, more={"model": model})
 
@@ -152,10 +142,7 @@ def promote_model(
     version: Annotated[
         int,
         typer.Argument(
-            metavar="VERSION",
-            min=1,
-            help="The version number.",
-            autocompletion=complete_versions,
+            metavar="VERSION", min=1, help="The version number.", autocompletion=complete_versions
         ),
     ],
     workdir: Workdir = RUNS,
@@ -176,10 +163,7 @@ def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
 
 
 def _answer_promotion(name: str, made: Promotion) -> Answer:
-    from flotilla.pipelines.cli.display import Terminal
-
-    with output():
-        Terminal().print(f"{name}: version {made.version} is champion (promotion {made.number})")
+    show_lines(f"{name}: version {made.version} is champion (promotion {made.number})")
     return Answer(more={"version": made.version, "promotion": made.number})
 
 
@@ -222,8 +206,7 @@ def _checkpoint_uri(which: str, workdir: Path) -> str:
 
 
 def _draw(found: Contents) -> None:
-    from flotilla.pipelines.cli.display import Terminal
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
 
     rows = [
         {
@@ -236,15 +219,14 @@ def _draw(found: Contents) -> None:
         for path, each in sorted(found.variables.items())
     ]
     table = Table(rows=rows, spare=("part", "rows", "type"), right=("rows", "size", "part"))
-    parts = ", ".join(format_bytes(each) for each in found.parts)
-    with output():
-        terminal = Terminal()
-        terminal.print(found.uri)
-        size = format_bytes(found.bytes)
-        terminal.print(f"global step {found.global_step}, {size}, published {found.created}")
-        terminal.print(f"{len(found.parts)} parts: {parts}")
-        older = "the manifest lists no variables, because an older version of Flotilla wrote it"
-        terminal.print(table if rows else older)
+    size = format_bytes(found.bytes)
+    older = "the manifest lists no variables, because an older version of Flotilla wrote it"
+    show_lines(
+        found.uri,
+        f"global step {found.global_step}, {size}, published {found.created}",
+        f"{len(found.parts)} parts: {', '.join(map(format_bytes, found.parts))}",
+        table if rows else older,
+    )
 
 
 Model = Annotated[
@@ -344,7 +326,6 @@ def predict(
         left_out = f", {found.skipped} skipped" if found.skipped else ""
         where = "standard output" if found.output == predicting.STANDARD_OUTPUT else found.output
         say(f"{found.rows} rows{left_out} ({found.rows_per_second:,.0f} rows/s) in {where}")
-    summary = ("rows", "skipped", "unsound", "output")
-    more: dict[str, Any] = {name: getattr(found, name) for name in summary}
+    more = {name: getattr(found, name) for name in ("rows", "skipped", "unsound", "output")}
     more["rows_per_second"] = round(found.rows_per_second, 1)
     return Answer(artifacts={"model": found.model}, more=more)

@@ -10,8 +10,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from flotilla.pipelines.cli.completion.assignments import complete_assignments
-from flotilla.pipelines.cli.completion.candidates import complete_runs
+from flotilla.pipelines.cli.completion import complete_assignments, complete_runs
 from flotilla.pipelines.cli.exit import copy_signature, warn
 from flotilla.pipelines.runs.kfp_access import Instance
 
@@ -116,8 +115,7 @@ Every = Annotated[
 ]
 Timezone = Annotated[str, typer.Option(metavar="ZONE", help="The time zone of --cron.")]
 Latest = Annotated[
-    bool,
-    typer.Option("--latest", help="Start each run with the newest version of the pipeline."),
+    bool, typer.Option("--latest", help="Start each run with the newest version of the pipeline.")
 ]
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs as soon as possible.")]
 AtOnce = Annotated[int, typer.Option(help="The maximum number of concurrent runs.", min=1, max=10)]
@@ -152,8 +150,7 @@ _INSTANCE = {
         "that KF_PIPELINES_SA_TOKEN_PATH names.",
     ),
     "cookies_file": _text(
-        "FILE",
-        "A file with the Cookie header of a session. Default: the header in KFP_COOKIES.",
+        "FILE", "A file with the Cookie header of a session. Default: the header in KFP_COOKIES."
     ),
     "ca_file": _text(
         "FILE", "A PEM file with the CA certificate of the instance. Default: KFP_CA_FILE."
@@ -240,9 +237,10 @@ def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..
     return _group_options(command, "instance", options, made)
 
 
-def add_submission_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `target` with options that become fields of a `Submission`."""
-    return _group_options(command, "target", _TARGET, dict)
+def add_submission_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
+    """Replace the parameter `target` with options for fields of a `Submission`, or `only` these."""
+    options = {name: option for name, option in _TARGET.items() if name in (only or _TARGET)}
+    return _group_options(command, "target", options, dict)
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
@@ -281,13 +279,13 @@ def _group_options(
         value = made(**{name: named.pop(name) for name in options})
         return command(**{parameter: value}, **named)
 
-    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
     more = [
-        inspect.Parameter(name, place, default=_default(name, option), annotation=option)
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=_DEFAULTS.get(name, "") if get_args(option)[0] is str else None,
+            annotation=option,
+        )
         for name, option in options.items()
     ]
     return copy_signature(called, command, more, without=parameter)
-
-
-def _default(name: str, option: Any) -> str | None:
-    return _DEFAULTS.get(name, "") if get_args(option)[0] is str else None

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla.pipelines.cli.completion.candidates import complete_examples, complete_steps
-from flotilla.pipelines.cli.exit import Answer, answers, output, warn
+from flotilla.pipelines.cli.completion import complete_examples, complete_steps
+from flotilla.pipelines.cli.exit import Answer, answers, output, show_lines, warn
 from flotilla.pipelines.cli.options import (
     Assignments,
     Code,
@@ -49,7 +49,7 @@ def run(
     code: Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
-    return _run("run", config, label, assignments, workdir, resume, code=code)
+    return _run("run", **locals())
 
 
 @answers
@@ -61,7 +61,7 @@ def prepare(
     code: Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
-    return _run("prepare", config, label, assignments, workdir, code=code)
+    return _run("prepare", **locals())
 
 
 @answers
@@ -75,7 +75,7 @@ def train(
     code: Code = None,
 ) -> Answer:
     """Train a model, after preparing the dataset if it is not yet published."""
-    return _run("train", config, label, assignments, workdir, resume, dataset, code=code)
+    return _run("train", **locals())
 
 
 def make_answer(result: RunResult) -> Answer:
@@ -100,13 +100,10 @@ def make_answer(result: RunResult) -> Answer:
 
 def _run(
     pipeline: str,
-    config: str | None,
     label: list[str] | None,
     assignments: list[str] | None,
-    workdir: Path,
-    resume: str | None = None,
-    dataset: str = "",
-    code: Path | None = None,
+    code: Path | None,
+    **given: Any,
 ) -> Answer:
     from flotilla.pipelines.cli import display, live
     from flotilla.pipelines.runs import local
@@ -114,13 +111,10 @@ def _run(
 
     options = local.RunOptions(
         pipeline=pipeline,
-        config=config,
         label=tuple(label or ()),
         settings=tuple(assignments or ()),
-        workdir=workdir,
-        resume=resume,
-        dataset=dataset,
         code=code or "",
+        **given,
     )
     started = local.start(options)
     errors = display.Terminal(stderr=True)
@@ -304,8 +298,7 @@ def init(
     source: Annotated[
         str,
         typer.Argument(
-            metavar="SOURCE",
-            help="The training data: a file, a folder, a URI or a pattern.",
+            metavar="SOURCE", help="The training data: a file, a folder, a URI or a pattern."
         ),
     ],
     label: Label = None,
@@ -367,8 +360,7 @@ def configs(
     ] = "",
 ) -> Answer:
     """List the example configurations, or copy one into the current folder."""
-    from flotilla.pipelines.cli.display import Terminal
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.pipelines.configs import copy_example, list_examples
 
     if name:
@@ -377,6 +369,5 @@ def configs(
         return Answer(artifacts={"config": str(path)}, more={"path": str(path)})
     found = list_examples()
     rows = [{"name": each.name, "what it is": each.description} for each in found]
-    with output():
-        Terminal().print(Table(rows=rows, words=("what it is",)))
+    show_lines(Table(rows=rows, words=("what it is",)))
     return Answer(more={"configs": [asdict(each) for each in found]})

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flotilla.components.table import STAGES
-from flotilla.pipelines.cli.completion.candidates import complete_runs, complete_steps
-from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, write
+from flotilla.pipelines.cli.completion import complete_runs, complete_steps
+from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, show_lines, write
 from flotilla.pipelines.cli.options import Run, RunsDir, Workdir, add_instance_options
 from flotilla.pipelines.cli.run import RUNS, make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
@@ -20,7 +20,7 @@ from flotilla.trainer.runtime.output.streams import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.pipelines.compare import Comparison
     from flotilla.pipelines.runs.outcome import RunResult
     from flotilla.pipelines.runs.run_log.view import LogLine
@@ -42,12 +42,11 @@ def list_runs(
     """List the runs of a KFP instance, or of this machine if no instance is given, newest first."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
-    from flotilla.pipelines.cli.display import Terminal, runs_table
+    from flotilla.pipelines.cli.display import runs_table
     from flotilla.pipelines.runs import control
 
     found = control.list_local(workdir, limit)
-    with output():
-        Terminal().print(runs_table(found) if found else f"no runs below {workdir}")
+    show_lines(runs_table(found) if found else f"no runs below {workdir}")
     return Answer(more={"runs": [_row(run) for run in found]})
 
 
@@ -67,14 +66,12 @@ def _row(run: RunResult) -> dict[str, Any]:
 
 
 def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
-    from flotilla.pipelines.cli.display import Terminal, remote_runs_table
+    from flotilla.pipelines.cli.display import remote_runs_table
     from flotilla.pipelines.runs import control
 
     access = instance.access()
     found = control.list_remote(instance, experiment=experiment, limit=limit)
-    with output():
-        none = f"no runs at {access.endpoint}"
-        Terminal().print(remote_runs_table(found) if found else none)
+    show_lines(remote_runs_table(found) if found else f"no runs at {access.endpoint}")
     rows = [
         {
             "run_id": run.run_id,
@@ -129,8 +126,7 @@ def logs(
         ),
     ] = "",
     task: Annotated[
-        str,
-        typer.Option(metavar="TASK", help="Show only this training task, such as chief-0."),
+        str, typer.Option(metavar="TASK", help="Show only this training task, such as chief-0.")
     ] = "",
     follow: Annotated[
         bool, typer.Option("--follow/--no-follow", "-f", help="Follow the log until the run ends.")
@@ -232,12 +228,10 @@ def compare(
     workdir: Workdir = RUNS,
 ) -> Answer:
     """Compare runs side by side."""
-    from flotilla.pipelines.cli.display import Terminal
     from flotilla.pipelines.compare import compare as compare_runs
 
     found = compare_runs(runs, workdir)
-    with output():
-        Terminal().print(_comparison_table(found))
+    show_lines(_comparison_table(found))
     more = {"runs": found.runs, "comparison": found.groups}
     return Answer(more={**more, "main_metric": found.main_metric, "best": found.best})
 
@@ -245,7 +239,7 @@ def compare(
 def _comparison_table(found: Comparison) -> Table:
     from rich.text import Text
 
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.trainer.events.progress.durations import duration
     from flotilla.trainer.report.wording import format_value, round_value, spell_metric
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flotilla.pipelines.cli.completion.assignments import complete_assignments
-from flotilla.pipelines.cli.completion.candidates import complete_sweeps
-from flotilla.pipelines.cli.exit import Answer, answers, output, warn
+from flotilla.pipelines.cli.completion import complete_assignments, complete_sweeps
+from flotilla.pipelines.cli.exit import Answer, answers, show_lines, warn
 from flotilla.pipelines.cli.options import (
     Config,
     Image,
@@ -24,7 +23,7 @@ from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.output.streams import say
 
 if TYPE_CHECKING:
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.pipelines.runs.outcome import RunResult
     from flotilla.pipelines.sweeps.local import SweepResult
     from flotilla.pipelines.sweeps.plan import SweepOptions
@@ -180,16 +179,17 @@ def _compile(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer
     from flotilla.components.image import IMAGE
     from flotilla.pipelines.compile import image_remark
     from flotilla.pipelines.sweeps.pipeline import compile_sweep
+    from flotilla.trainer.runtime.json_records import tree_of
 
     planned = compile_sweep(options, file, image, pods)
     say(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
     if remark := image_remark(image or IMAGE):
         warn(remark)
     words = ["flotilla", "submit", *filter(None, [planned.source])]
-    for text in planned.fixed:
-        words += ["--set", text]
+    words += [word for text in planned.fixed for word in ("--set", text)]
     say(f"start the sweep with: {shlex.join([*words, '--file', str(file)])}")
-    return Answer(artifacts={"pipeline": str(file)}, more={"trials": _trees(planned)})
+    trials = [tree_of(each) for each in planned.trials]
+    return Answer(artifacts={"pipeline": str(file)}, more={"trials": trials})
 
 
 def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
@@ -202,17 +202,16 @@ def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
 
     errors.print(f"sweep {begun.sweep.sweep_id} of {_describe_plan(begun.sweep)} in {begun.folder}")
     try:
-        with SweepDisplay(begun.sweep) as show:
+        with SweepDisplay(begun.sweep) as live:
             result = local.execute(
                 begun,
                 options.parallel,
-                lambda sweep, trial: show.trial(trial, _line(sweep, trial)),
-                show,
+                lambda sweep, trial: live.trial(trial, _line(sweep, trial)),
+                live,
             )
     finally:
         begun.close()
-    with output():
-        Terminal().print(_table(begun.sweep))
+    show_lines(_table(begun.sweep))
     for line in _closing_lines(begun.sweep, result, workdir):
         errors.print(f"flotilla: {line}")
     if result.measured:
@@ -226,7 +225,7 @@ def _describe_plan(sweep: Sweep) -> str:
 
 
 def _line(sweep: Sweep, trial: Trial) -> str:
-    what = ", ".join(f"{_short(key)}={value}" for key, value in trial.settings.items())
+    what = ", ".join(f"{k.rpartition('.')[2]}={value}" for k, value in trial.settings.items())
     of = "" if sweep.minutes else f"/{len(sweep.trials)}"
     begin = f"trial {trial.number}{of} ({what})"
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
@@ -272,6 +271,8 @@ def _closing_lines(sweep: Sweep, result: RunResult, workdir: Path) -> list[str]:
 
 
 def _answer(result: SweepResult) -> Answer:
+    from flotilla.trainer.runtime.json_records import tree_of
+
     best = result.best
     return Answer(
         status=result.status,
@@ -284,32 +285,25 @@ def _answer(result: SweepResult) -> Answer:
             "sweep": result.sweep_id,
             "best": best.number if best else 0,
             "command": result.sweep.command(),
-            "trials": _trees(result.sweep),
+            "trials": [tree_of(each) for each in result.sweep.trials],
         },
     )
-
-
-def _trees(sweep: Sweep) -> list[dict[str, Any]]:
-    from flotilla.trainer.runtime.json_records import tree_of
-
-    return [tree_of(each) for each in sweep.trials]
 
 
 def _table(sweep: Sweep) -> Table:
     from rich.text import Text
 
-    from flotilla.pipelines.cli.tables import Table
+    from flotilla.pipelines.cli.display import Table
     from flotilla.trainer.sweeps.sweep import make_table
 
     heads, rows = make_table(sweep)
     colours = {"failed": "red", "interrupted": "yellow", "best": "bold green"}
-    drawn = []
-    for row in rows:
-        colour = colours.get(row[-1], "default")
-        drawn.append({head: Text(cell, colour) for head, cell in zip(heads, row, strict=True)})
+    drawn = [
+        {
+            head: Text(cell, colours.get(row[-1], "default"))
+            for head, cell in zip(heads, row, strict=True)
+        }
+        for row in rows
+    ]
     numbers = (heads[0], *heads[len(sweep.keys) + 1 : -1])
     return Table(rows=drawn, spare=("duration", "steps"), right=numbers)
-
-
-def _short(key: str) -> str:
-    return key.rpartition(".")[2]

@@ -17,9 +17,7 @@ from flotilla.components.kubernetes.pods.template import leading
 from flotilla.components.launchers import ENGINES, engine
 from flotilla.pipelines.doctor import cluster as clusters
 from flotilla.pipelines.doctor import (
-    configuration,
     machine,
-    named_objects,
     permissions,
     resources,
     storage,
@@ -105,13 +103,10 @@ def _config_checks(options: DoctorOptions) -> Iterator[Check]:
         yield Check(name="loopback", look=machine.loopback)
         return
     elsewhere = options.covers_cluster(config) or is_named(options.instance.endpoint)
-    yield Check(
-        name=CONFIGURATION,
-        look=lambda: configuration.consistent(config, elsewhere=elsewhere),
-    )
+    yield Check(name=CONFIGURATION, look=lambda: machine.consistent(config, elsewhere=elsewhere))
     yield Check(
         name="model and dataset",
-        look=lambda: configuration.fits(config, elsewhere=options.covers_cluster(config)),
+        look=lambda: machine.fits(config, elsewhere=options.covers_cluster(config)),
         needs=(CONFIGURATION,),
         seconds=fitting.SECONDS + ENDING_SECONDS,
     )
@@ -122,7 +117,7 @@ def _config_checks(options: DoctorOptions) -> Iterator[Check]:
         yield from _cluster_checks(config, options)
     else:
         if options.image:
-            yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
+            yield Check(name="image", look=lambda: resources.judge_images([options.image]))
         why = "cluster.launcher is local"
         if config.cluster.launcher == "auto":
             yield Check(name=ENGINE, look=lambda: clusters.IS_HERE)
@@ -200,8 +195,8 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
         one, choice = clusters.chosen(cluster, config)
     unnamed = clusters.plan(one or engine(ENGINES[0]), config, PodDefaults(image=options.image))
     # Check the image from `--image` too. The steps use it even if all tasks use another image.
-    images = named_objects.image_names(unnamed) | ({options.image} - {""})
-    yield Check(name="image", look=lambda: named_objects.judge_images(images))
+    images = resources.image_names(unnamed) | ({options.image} - {""})
+    yield Check(name="image", look=lambda: resources.judge_images(images))
     yield Check(name=API, look=lambda: clusters.answers(cluster, config), show=clusters.SHOW)
     show = f"kubectl get namespace {cluster.namespace}"
     yield _cluster_check("namespace", lambda: clusters.namespace(cluster), show)
@@ -231,16 +226,14 @@ def _engine_checks(
     yield _cluster_check("quota", lambda: resources.room(cluster, job, has_step=has_step), show)
     for resource in resources.devices(job):
         title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
-        look = partial(resources.present, cluster, job, resource)
+        look = partial(resources.check_devices, cluster, job, resource)
         yield _cluster_check(title, look, "kubectl get nodes")
     # Leave out the store's secret, because a run does not require it.
-    objects = named_objects.list_named_objects(
-        clusters.plan(one, config, PodDefaults(store_secret=""))
-    )
-    if named_objects.list_named_objects(job) - objects:
+    objects = resources.list_named_objects(clusters.plan(one, config, PodDefaults(store_secret="")))
+    if resources.list_named_objects(job) - objects:
         yield _cluster_check("secret of the store", partial(storage.opens, cluster, config))
     titles = []
-    for each, title in named_objects.KINDS.items():
+    for each, title in resources.KINDS.items():
         if some := frozenset(named for named in objects if named.kind == each):
             titles.append(title)
             yield _present(cluster, each, some, title)
@@ -259,25 +252,20 @@ def _step_checks(options: DoctorOptions) -> Iterator[Check]:
     """Check the secrets and claims of the steps' pods, which may be in another namespace."""
     cluster = Cluster.connected(options.namespace)
     for kind, given in (
-        (named_objects.LOGINS, options.pods.pull_secrets),
-        (named_objects.CLAIMS, options.pods.mounts),
+        (resources.LOGINS, options.pods.pull_secrets),
+        (resources.CLAIMS, options.pods.mounts),
     ):
-        if some := frozenset(named_objects.Named(kind, name) for name in given):
-            yield _present(cluster, kind, some, f"{named_objects.KINDS[kind]} of the steps")
+        if some := frozenset(resources.Named(kind, name) for name in given):
+            yield _present(cluster, kind, some, f"{resources.KINDS[kind]} of the steps")
 
 
-def _present(
-    cluster: Cluster, kind: str, some: frozenset[named_objects.Named], title: str
-) -> Check:
-    look = partial(named_objects.present, cluster, kind, some)
-    return _cluster_check(title, look, named_objects.show(cluster.namespace, kind))
+def _present(cluster: Cluster, kind: str, some: frozenset[resources.Named], title: str) -> Check:
+    look = partial(resources.check_objects, cluster, kind, some)
+    return _cluster_check(title, look, resources.show(cluster.namespace, kind))
 
 
 def _cluster_check(
-    name: str,
-    look: Callable[[], Finding],
-    show: str = clusters.SHOW,
-    needs: tuple[str, ...] = (),
+    name: str, look: Callable[[], Finding], show: str = clusters.SHOW, needs: tuple[str, ...] = ()
 ) -> Check:
     return Check(name=name, look=look, needs=(API, *needs), show=show)
 

@@ -14,12 +14,7 @@ import urllib3
 
 from flotilla.components.image import DEFAULTS, PodDefaults
 from flotilla.components.kubernetes import choice, names, owned_objects
-from flotilla.components.kubernetes.api.client import (
-    Api,
-    RefusedError,
-    UnreachableError,
-    connect,
-)
+from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
 from flotilla.components.kubernetes.api.native_sidecars import describe_lack, needs_sidecars
 from flotilla.components.kubernetes.engine import Engine, document
 from flotilla.components.kubernetes.names import Tree
@@ -118,6 +113,11 @@ class Role:
         """The specification of a pod."""
         found: Tree = self.template["spec"]
         return found
+
+    @property
+    def containers(self) -> list[Tree]:
+        """All containers of a pod."""
+        return [*self.pod.get("initContainers", []), *self.pod["containers"]]
 
     @property
     def resources(self) -> Tree:
@@ -234,7 +234,15 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
             raise
         message = "cannot check whether the controller runs: no permission to read deployments"
         return Finding("warn", message, of.kind.show)
-    found = [each for each in every if _is_controller(each, known)]
+    found = [
+        each
+        for each in every
+        if any(
+            mark in text
+            for text in (each["metadata"]["name"], *_images(each))
+            for mark in known.marks
+        )
+    ]
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
     if ready:
         message = f"{_place(ready[0])} is ready"
@@ -245,11 +253,6 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
         return Finding("fail", message, f"kubectl describe deployment {name} --namespace {home}")
     message = f"the cluster has no deployment of the {of.kind.controller}"
     return Finding("fail", message, known.install)
-
-
-def _is_controller(deployment: Tree, known: Controller) -> bool:
-    words = [deployment["metadata"]["name"], *_images(deployment)]
-    return any(mark in text for text in words for mark in known.marks)
 
 
 def _images(deployment: Tree) -> list[str]:

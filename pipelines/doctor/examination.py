@@ -16,6 +16,7 @@ from flotilla.trainer.storage.probe import Probe
 
 State = Literal["ok", "warn", "fail", "skipped"]
 SECONDS = 10.0
+_REFUSED = "the API refused the request"
 
 
 @dataclass(frozen=True)
@@ -71,14 +72,17 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
                 for each in checks
                 if each.name not in found and all(need in found for need in each.needs)
             ]
-            lacking = {each.name: ", ".join(_lacking(each, found)) for each in wave}
-            ready = [each for each in wave if not lacking[each.name]]
-            found |= {
-                name: Finding("skipped", f"a required check did not succeed: {words}")
-                for name, words in lacking.items()
-                if words
+            failed = {name for name, each in found.items() if each.state in ("fail", "skipped")}
+            lacking = {
+                each.name: [need for need in each.needs if need in failed]
+                for each in wave
+                if not failed.isdisjoint(each.needs)
             }
-            found |= _side_by_side(ready)
+            found |= {
+                name: Finding("skipped", f"a required check did not succeed: {', '.join(needs)}")
+                for name, needs in lacking.items()
+            }
+            found |= _side_by_side([each for each in wave if each.name not in lacking])
             while reported < len(checks) and checks[reported].name in found:
                 on_finding(checks[reported], found[checks[reported].name])
                 reported += 1
@@ -87,10 +91,6 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
 
 def _make_interruption() -> None:
     raise RunInterruptedError("interrupted")
-
-
-def _lacking(check: Check, found: dict[str, Finding]) -> list[str]:
-    return [need for need in check.needs if found[need].state in ("fail", "skipped")]
 
 
 class _Look:
@@ -111,7 +111,9 @@ class _Look:
         except (UserError, UnreachableError) as error:
             self._finding = Finding("fail", str(error), self.check.show)
         except RefusedError as error:
-            self._finding = _make_refusal(error, self.check.show)
+            state: State = "warn" if error.is_forbidden else "fail"
+            words = "the check lacks a permission" if error.is_forbidden else _REFUSED
+            self._finding = Finding(state, f"{words}: {error}", self.check.show)
         except Exception as error:
             words = " ".join(str(error).split())
             message = f"the check itself failed: {type(error).__name__}: {words}"
@@ -137,12 +139,6 @@ class _Look:
             second.start()
             second.join(max(0.0, until - time.monotonic()))
         return trace.uri if trace.is_left else ""
-
-
-def _make_refusal(error: RefusedError, show: str) -> Finding:
-    if error.is_forbidden:
-        return Finding("warn", f"the check lacks a permission: {error}", show)
-    return Finding("fail", f"the API refused the request: {error}", show)
 
 
 def _remove_trace(trace: Probe) -> None:

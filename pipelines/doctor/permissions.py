@@ -18,7 +18,7 @@ from flotilla.components.kubernetes.api.rbac import (
     required_rules,
 )
 from flotilla.components.kubernetes.names import PODS, JobKind, Tree
-from flotilla.pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob, Role
+from flotilla.pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -129,16 +129,12 @@ def admits(cluster: Cluster, job: PlannedJob) -> Finding:
         message = f"the {kind.controller} does not respond, so no job can be created: {error}"
         return Finding("fail", message, kind.show)
     for role in job.roles:
-        pod = _pod(job, role)
+        metadata = {**role.template.get("metadata", {}), "name": f"{job.name}-{role.name}-0"}
+        spec = {**role.pod, "restartPolicy": "Never"}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
         if finding := _try_create(cluster, job, f"a {role.name} pod", partial(create, PODS, pod)):
             return finding
     return Finding("ok", f"the namespace {cluster.namespace} admits the job and a pod of each role")
-
-
-def _pod(job: PlannedJob, role: Role) -> Tree:
-    metadata = {**role.template.get("metadata", {}), "name": f"{job.name}-{role.name}-0"}
-    spec = {**role.pod, "restartPolicy": "Never"}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _try_create(

@@ -13,7 +13,7 @@ import yaml
 import flotilla
 from flotilla.components.launchers import render_job
 from flotilla.pipelines.compile import compile_pipeline
-from flotilla.trainer.config.data_gate import LIMITS, RULES
+from flotilla.trainer.config.data import LIMITS, RULES
 from flotilla.trainer.config.load import REMOVED, parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError

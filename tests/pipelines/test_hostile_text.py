@@ -11,7 +11,7 @@ import typer.main
 
 from flotilla.pipelines import compile
 from flotilla.pipelines.cli.app import app, call
-from flotilla.pipelines.doctor import configuration
+from flotilla.pipelines.doctor import machine
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.pipelines.runs import kfp_access
 from flotilla.trainer.runtime.masking import printable
@@ -101,7 +101,7 @@ def commands(capfd, monkeypatch, tmp_path, instance, outside_attempts):
     Path("t.csv").write_text("x,y\n" + "".join(f"{each},{each % 2}\n" for each in range(40)))
     # Skip compilation and the dry run, which take seconds; other tests cover them.
     monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
-    monkeypatch.setattr(configuration, "fits", lambda _config, **_: Finding("ok", "not tried"))
+    monkeypatch.setattr(machine, "fits", lambda _config, **_: Finding("ok", "not tried"))
     monkeypatch.setattr(kfp_access, "TOKEN_VOLUME", tmp_path / "no-volume")
 
     def wrong_with(*arguments):

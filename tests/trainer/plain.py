@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.model import OptimizerConfig
 from flotilla.trainer.config.schema import Config, TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.models.registry import reset_uids

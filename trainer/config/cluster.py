@@ -31,10 +31,7 @@ class ClusterConfig(Section):
     )
     parameter_servers: int = key(1, "number of parameter servers", ge=1, le=1000)
     workers: int = key(
-        2,
-        "number of workers; at most data.shards if data.partition is disjoint",
-        ge=1,
-        le=10_000,
+        2, "number of workers; at most data.shards if data.partition is disjoint", ge=1, le=10_000
     )
     evaluator: bool = key(False, "evaluate each checkpoint in a separate task")
     gpus_per_worker: int = key(
@@ -79,24 +76,6 @@ class ClusterConfig(Section):
     kubernetes: KubernetesConfig = key(
         KubernetesConfig(), "settings of the Kubernetes job and its pods"
     )
-
-    def refuse_placement(self) -> None:
-        """Raise a `ValueError` if `placement` names a server that does not exist."""
-        servers = self.parameter_servers
-        for glob, server in self.placement.items():
-            if server_number(server) >= servers:
-                raise ValueError(
-                    f"cluster.placement: {glob!r} is placed on {server!r}; it must be ps:0 to "
-                    f"ps:{servers - 1}"
-                )
-
-    def refuse_two_gpu_shares(self) -> None:
-        """Raise a `ValueError` if the memory of a GPU is limited in two ways."""
-        if self.gpu_memory_mb and self.gpu_memory_fraction:
-            raise ValueError(
-                "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of "
-                "them"
-            )
 
     @field_validator("metrics_port")
     @classmethod

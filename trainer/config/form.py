@@ -66,62 +66,30 @@ def _field(name: str, path: str, kind: Any, description: str, *choices: str) -> 
 #: The fields, in the order in which a user plans a run.
 FIELDS = (
     _field("name", "name", str, "name of the model in the registry"),
-    _field(
-        "source",
-        "data.source",
-        str,
-        "URI of files (gs://, s3:// or minio://), which may contain {SPAN} or {DATE}; or the name "
-        "of a TFDS dataset, or package.module:Builder",
-    ),
-    _field(
-        "label",
-        "data.label",
-        str,
-        'column to predict, or a list such as ["a", "b"]; empty: the label of the dataset',
-    ),
+    _field("source", "data.source", str,
+           "URI of files (gs://, s3:// or minio://), which may contain {SPAN} or {DATE}; or the "
+           "name of a TFDS dataset, or package.module:Builder"),
+    _field("label", "data.label", str,
+           'column to predict, or a list such as ["a", "b"]; empty: the label of the dataset'),
     _field("model", "model.name", str, "Keras model; auto: depends on the inputs", AUTO, *MODELS),
     _field("steps", "training.steps", int, "number of global steps (applied updates); 0: auto"),
-    _field(
-        "epochs",
-        "training.epochs",
-        float,
-        "number of passes over the training split; 0: train for the number in steps",
-    ),
-    _field(
-        "batch_size",
-        "training.batch_size",
-        int,
-        "number of examples from which a replica computes one gradient; 0: auto",
-    ),
-    _field(
-        "learning_rate",
-        "training.optimizer.learning_rate",
-        float,
-        "initial learning rate of the schedule; 0: auto",
-    ),
+    _field("epochs", "training.epochs", float,
+           "number of passes over the training split; 0: train for the number in steps"),
+    _field("batch_size", "training.batch_size", int,
+           "number of examples from which a replica computes one gradient; 0: auto"),
+    _field("learning_rate", "training.optimizer.learning_rate", float,
+           "initial learning rate of the schedule; 0: auto"),
     _field("strategy", "training.strategy", str, "distribution strategy of training", *STRATEGIES),
     _field("workers", "cluster.workers", int, "number of workers"),
     _field("servers", "cluster.parameter_servers", int, "number of parameter servers"),
-    _field(
-        "gpus",
-        "cluster.gpus_per_worker",
-        int,
-        "number of GPUs for each worker, or for the chief if there are no workers",
-    ),
-    _field(
-        "storage_root",
-        "storage.root",
-        str,
-        "URI below which results are published; empty: the pipeline root",
-    ),
-    Field(
-        name=SETTINGS,
-        key=(),
-        type=dict,
-        description="other configuration keys, nested by section as in the YAML file: "
-        '{"training": {"patience": 3}, "gate": {"min": {"accuracy": 0.9}}}',
-    ),
-)
+    _field("gpus", "cluster.gpus_per_worker", int,
+           "number of GPUs for each worker, or for the chief if there are no workers"),
+    _field("storage_root", "storage.root", str,
+           "URI below which results are published; empty: the pipeline root"),
+    Field(name=SETTINGS, key=(), type=dict, description=(
+          "other configuration keys, nested by section as in the YAML file: "
+          '{"training": {"patience": 3}, "gate": {"min": {"accuracy": 0.9}}}')),
+)  # fmt: skip
 _OF_KEYS = tuple(each for each in FIELDS if each.key)
 
 

@@ -7,7 +7,9 @@ name of that type on the reference page.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
@@ -19,10 +21,141 @@ from pydantic import (
     model_validator,
 )
 
-from flotilla.trainer.config import pod_fields
 from flotilla.trainer.config.base import Free, Section, Whole, key
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import nearest
+
+# Quantities that `resource.ParseQuantity` of apimachinery accepts, but without a sign, because pods
+# accept no negative quantities.
+_QUANTITY = re.compile(
+    r"(?P<number>[0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
+    r"(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
+)
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
+_LEAST_MEMORY = 2**20
+# Image names as in github.com/distribution/reference. The first part is a host if it contains a
+# dot, a port or brackets (IPv6). Only a host may contain capital letters.
+_HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?)"
+_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
+_IMAGE = re.compile(
+    rf"({_HOST}/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?", re.ASCII
+)
+_NAME, _LABEL = r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?", r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?"
+_WORD = r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+_KEY, _VALUE = rf"({_NAME}/)?{_WORD}", rf"({_WORD})?"
+_OPERATORS, _EFFECTS = ("Equal", "Exists"), ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
+
+
+def quantity(text: str) -> str:
+    """Validate a quantity, for example of CPUs."""
+    amount(text)
+    return text
+
+
+def memory(text: str) -> str:
+    """Validate an amount of memory for a container. Without a unit, it is in bytes."""
+    if amount(text) < _LEAST_MEMORY:
+        raise ValueError(f"{text!r} is less than 1Mi; write it with its unit, such as 4Gi")
+    return text
+
+
+def count(text: str) -> str:
+    """Validate a number of GPUs."""
+    if not re.fullmatch(r"[0-9]{1,4}", text):
+        raise ValueError(f"{text!r} is not a number of GPUs; write 0 or more")
+    return text
+
+
+def image(name: str) -> str:
+    """Validate the name of an image, with or without host, tag and digest."""
+    if not _IMAGE.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of an image; write it as host/name:tag")
+    return name
+
+
+def name(text: str) -> str:
+    """Validate the name of an object such as a secret."""
+    if not re.fullmatch(_NAME, text):
+        raise ValueError(
+            f"{text!r} is not a valid Kubernetes name; use lowercase letters, digits, - and ."
+        )
+    return text
+
+
+def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Validate the labels of a pod or of a node selector."""
+    for label, value in tree.items():
+        if not isinstance(label, str) or not re.fullmatch(_KEY, label):
+            raise ValueError(
+                f"{label!r} is not a valid label key, such as pool or example.com/pool"
+            )
+        if not isinstance(value, str):
+            raise ValueError(f'{label}: {value!r} is not a string; write it in quotes: "{value}"')
+        if not re.fullmatch(_VALUE, value):
+            raise ValueError(
+                f"{label}: {value!r} is not a valid label value; use up to 63 letters, digits, -, "
+                "_ and ., with a letter or a digit first and last"
+            )
+    return tree
+
+
+def toleration(tree: Any) -> Any:
+    """Validate one toleration."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{tree!r} is not a toleration; write it as {{key: K, operator: Exists}}")
+    for name, value in tree.items():
+        if name not in _TOLERATION:
+            hint = nearest(str(name), _TOLERATION) or f" (one of {', '.join(_TOLERATION)})"
+            raise ValueError(f"{name!r} is not a field of a toleration{hint}")
+        if name != "tolerationSeconds" and not isinstance(value, str):
+            raise ValueError(f"{name}: {value!r} is not a string; write it in quotes")
+    _check_choice("operator", tree.get("operator", ""), _OPERATORS)
+    _check_choice("effect", tree.get("effect", ""), _EFFECTS)
+    exists = tree.get("operator") == "Exists"
+    if exists and tree.get("value"):
+        raise ValueError("a toleration with the operator Exists has no value; leave value out")
+    if not exists and not tree.get("key"):
+        raise ValueError("a toleration without a key needs the operator Exists")
+    if tree.get("key") and not re.fullmatch(_KEY, tree["key"]):
+        raise ValueError(f"key: {tree['key']!r} is not a valid taint key")
+    if not re.fullmatch(_VALUE, tree.get("value", "")):
+        raise ValueError(f"value: {tree['value']!r} is not a valid taint value")
+    if "tolerationSeconds" in tree:
+        _check_seconds(tree)
+    return tree
+
+
+def amount(text: str) -> Decimal:
+    """Return a quantity as a number of bytes or of CPUs. Raises `ValueError`."""
+    found = _QUANTITY.fullmatch(text)
+    if not found:
+        raise ValueError(
+            f"{text!r} is not a Kubernetes quantity; write a number with a unit such as 500m, 4 or "
+            "16Gi (m, k, M, G, T; Ki, Mi, Gi, Ti)"
+        )
+    number, unit = Decimal(found["number"]), found["unit"] or ""
+    if unit.endswith("i"):
+        return number * _BINARY[unit[0]]
+    power = _DECIMAL[unit] if unit in _DECIMAL else int(unit[1:] or 0)
+    return number * Decimal(f"1e{power}")
+
+
+def _check_choice(what: str, word: str, allowed: tuple[str, ...]) -> None:
+    if word and word not in allowed:
+        hint = nearest(word, allowed) or f" (one of {', '.join(allowed)})"
+        raise ValueError(f"{what}: {word!r} is unknown to Kubernetes{hint}")
+
+
+def _check_seconds(tree: Mapping[str, Any]) -> None:
+    seconds = tree["tolerationSeconds"]
+    # KFP passes every number as a double, so a whole number may be a float.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds % 1:
+        raise ValueError(f"tolerationSeconds: {seconds!r} is not a whole number")
+    if tree.get("effect") != "NoExecute":
+        raise ValueError("tolerationSeconds needs the effect NoExecute")
+
 
 SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
@@ -34,39 +167,22 @@ def _text_of_number(value: object) -> object:
     return f"{value}" if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-Name = Annotated[
-    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")
-]
-Named = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-Label = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-LabelOrNone = Annotated[
-    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
-]
-Key = Annotated[
-    str,
-    "key",
-    StringConstraints(
-        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?"
-        r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
-    ),
-]
-LabelText = Annotated[
-    str, "value", StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
-]
+Name = Annotated[str, "name", StringConstraints(pattern=f"^({_NAME})?$")]
+Named = Annotated[str, "name", StringConstraints(pattern=f"^{_NAME}$")]
+Label = Annotated[str, "name", StringConstraints(pattern=f"^{_LABEL}$")]
+LabelOrNone = Annotated[str, "name", StringConstraints(pattern=f"^({_LABEL})?$")]
+Key = Annotated[str, "key", StringConstraints(pattern=f"^{_KEY}$")]
+LabelText = Annotated[str, "value", StringConstraints(pattern=f"^{_VALUE}$")]
 Variable = Annotated[str, "variable", StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 Quantity = Annotated[
     str,
     "quantity, such as `4`, `500m` or `8Gi`",
     BeforeValidator(_text_of_number),
-    AfterValidator(pod_fields.quantity),
+    AfterValidator(quantity),
 ]
-Size = Annotated[
-    str,
-    "quantity, such as `2Gi`",
-    AfterValidator(lambda text: text and pod_fields.memory(text)),
-]
-Image = Annotated[str, "image", AfterValidator(lambda name: name and pod_fields.image(name))]
-Toleration = Annotated[Free, AfterValidator(pod_fields.toleration)]
+Size = Annotated[str, "quantity, such as `2Gi`", AfterValidator(lambda text: text and memory(text))]
+Image = Annotated[str, "image", AfterValidator(lambda name: name and image(name))]
+Toleration = Annotated[Free, AfterValidator(toleration)]
 Folder = Annotated[str, "path, such as `/data`", StringConstraints(pattern=r"^/[^:\s]+$")]
 SecretKey = Annotated[
     str, "`secret/key`", StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from flotilla.trainer.config.base import (
     AS_WRITTEN,
@@ -23,15 +24,17 @@ from flotilla.trainer.config.base import (
     key,
     known_name,
 )
-from flotilla.trainer.config.cluster import ClusterConfig
+from flotilla.trainer.config.cluster import ClusterConfig, server_number
 from flotilla.trainer.config.data import DYNAMIC, DataConfig
-from flotilla.trainer.config.model import RECOMMENDERS, ModelConfig, WarmStart
-from flotilla.trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
-from flotilla.trainer.config.program import (
-    ProgramConfig,
-    refuse_own_keys,
-    refuse_without_command,
+from flotilla.trainer.config.model import (
+    OF_MODEL,
+    RECOMMENDERS,
+    ModelConfig,
+    OptimizerConfig,
+    ScheduleConfig,
+    WarmStart,
 )
+from flotilla.trainer.config.program import ProgramConfig, refuse_own_keys, refuse_without_command
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.config.topology import TOPOLOGIES, Topology, find_topology
 from flotilla.trainer.runtime.errors import UserError, nearest
@@ -57,33 +60,23 @@ STRATEGIES = tuple(TOPOLOGIES)
 BALANCED = "balanced"
 
 
-def _parse_weights(value: object) -> object:
+def _class_weights(value: object) -> object:
     if isinstance(value, str):
-        return value
-    if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
-        raise ValueError(f"it must be {BALANCED}, or a number for each class name")
-    if unbounded := [name for name, weight in value.items() if not math.isfinite(weight)]:
-        raise ValueError(
-            f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}, which is not a finite number"
-        )
-    return {str(name): weight for name, weight in value.items()}
-
-
-def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
-    if isinstance(value, str):
-        if value and value != BALANCED:
+        if value not in ("", BALANCED):
             hint = nearest(value, [BALANCED])
             raise ValueError(f"it must be {BALANCED}, or a weight for each class{hint}")
         return value
+    if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
+        raise ValueError(f"it must be {BALANCED}, or a number for each class name")
     for name, weight in value.items():
+        if not math.isfinite(weight):
+            raise ValueError(f"the weight of {name!r} is {weight}, which is not a finite number")
         if weight < 0:
             raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
-    return value
+    return {str(name): weight for name, weight in value.items()}
 
 
-ClassWeights = Annotated[
-    str | dict[str, float], BeforeValidator(_parse_weights), AfterValidator(_class_weights)
-]
+ClassWeights = Annotated[str | dict[str, float], BeforeValidator(_class_weights)]
 _OF_CLASSES = (
     'weight of each class in the training loss: {"name": weight}, or balanced (same total weight)'
 )
@@ -99,26 +92,26 @@ def _restore_name(value: object) -> object:
 Label = Annotated[str, BeforeValidator(_restore_name)]
 
 
-class OutputConfig(Section):
-    """The learning task of one of several outputs."""
-
+class _LearningTask(Section):
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "name of a Keras loss, or package.module:name; empty: the task's default")
     metrics: tuple[str, ...] = key((), "names of additional Keras metrics, or package.module:name")
+
+    _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
+
+
+class OutputConfig(_LearningTask):
+    """The learning task of one of several outputs."""
+
     weight: float = key(1.0, "weight of this output in the total loss", gt=0)
     class_weights: ClassWeights = key("", _OF_CLASSES)
     positive: Label = key("", "positive class of this output; see task.positive")
     args: Free = key({}, "keyword arguments for the task's class")
 
-    _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
-
-class TaskConfig(Section):
+class TaskConfig(_LearningTask):
     """The learning task: what is predicted, with which loss, and how it is measured."""
 
-    name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
-    loss: str = key("", "name of a Keras loss, or package.module:name; empty: the task's default")
-    metrics: tuple[str, ...] = key((), "names of additional Keras metrics, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
         {},
         "learning task of each label, if there are several: {label: {name, loss, metrics, weight, "
@@ -133,8 +126,6 @@ class TaskConfig(Section):
         "", "metric by which models are compared; empty: chosen according to the task and data"
     )
     args: Free = key({}, "keyword arguments for the task's class")
-
-    _known_task = field_validator("name")(known_name("task", (AUTO, *TASKS)))
 
 
 Steps = Annotated[int, Field(ge=1, le=MOST), OR_AUTO, AS_WRITTEN]
@@ -281,22 +272,18 @@ class ExportConfig(Section):
         return formats
 
 
-def _refuse_bad_uri(value: str) -> None:
-    try:
-        check_path(value)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-
-
-def _require_bundle(value: str) -> None:
+def _require_uri(value: str, check: Callable[[str], object] = check_path) -> None:
     if not is_uri(value):
         raise ValueError(f"it is not a URI; write it as {FORMS}")
-    _refuse_bad_uri(value)
     try:
-        name = name_of(value)
+        check(value)
     except UserError as error:
         raise ValueError(str(error)) from None
-    if not re.fullmatch(r"[0-9a-f]{64}", name):
+
+
+def _require_bundle(uri: str) -> None:
+    check_path(uri)
+    if not re.fullmatch(r"[0-9a-f]{64}", name_of(uri)):
         raise ValueError(
             "it is not the URI of a bundle, which ends with a digest; leave it out, and submit "
             "with --code DIR"
@@ -339,10 +326,8 @@ class StorageConfig(Section):
     @field_validator("root")
     @classmethod
     def _uri(cls, value: str) -> str:
-        if value and not is_uri(value):
-            raise ValueError(f"it is not a URI; write it as {FORMS}")
         if value:
-            _refuse_bad_uri(value)
+            _require_uri(value)
         return value.rstrip("/")
 
 
@@ -371,7 +356,7 @@ class Config(Section):
     @classmethod
     def _bundle(cls, value: str) -> str:
         if value:
-            _require_bundle(value)
+            _require_uri(value, _require_bundle)
         return value
 
     @property
@@ -477,13 +462,23 @@ class Config(Section):
         """`cluster.placement` may only name servers of `cluster.parameter_servers`."""
         # Skip existing servers: their number is known only when the run connects to them.
         if find_topology(self.training.strategy).servers and not self.cluster.existing_servers:
-            self.cluster.refuse_placement()
+            servers = self.cluster.parameter_servers
+            for glob, server in self.cluster.placement.items():
+                if server_number(server) >= servers:
+                    raise ValueError(
+                        f"cluster.placement: {glob!r} is placed on {server!r}; it must be ps:0 to "
+                        f"ps:{servers - 1}"
+                    )
         return self
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Config:
         """Set only one limit of GPU memory. `cluster.communication: nccl` needs GPUs."""
-        self.cluster.refuse_two_gpu_shares()
+        if self.cluster.gpu_memory_mb and self.cluster.gpu_memory_fraction:
+            raise ValueError(
+                "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of "
+                "them"
+            )
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
                 "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or "

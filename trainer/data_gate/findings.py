@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flotilla.trainer.config.data import SplitsConfig
-from flotilla.trainer.config.data_gate import REFUSE, WARN, DataGateConfig
+from flotilla.trainer.config.data import REFUSE, WARN, DataGateConfig, SplitsConfig
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.expected import ExpectedFeatures
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
@@ -28,7 +27,7 @@ class Finding:
     """A violation of a rule by a dataset.
 
     Attributes:
-        rule: one of `flotilla.trainer.config.data_gate.RULES`.
+        rule: one of `flotilla.trainer.config.data.RULES`.
         says: the problem and a suggested fix, in one sentence.
         feature: name of the feature, or empty. `split` is the name of the split, or empty.
         value: the measured value.
@@ -46,8 +45,11 @@ class Finding:
 
     def to_json(self, action: str) -> dict[str, Any]:
         """Return the finding and its action as JSON values. NaN and infinities become strings."""
-        tree = {name: _plain(value) for name, value in asdict(self).items()}
-        return {**tree, "action": action}
+        plain = {
+            name: str(each) if isinstance(each, float) and not math.isfinite(each) else each
+            for name, each in asdict(self).items()
+        }
+        return {**plain, "action": action}
 
     def line(self, action: str) -> str:
         """Return the finding as one line, possibly with advice on changing the rule's action."""
@@ -56,10 +58,6 @@ class Finding:
             return f"{self.rule}: {says}"
         word, does = (WARN, "to let it pass") if action == REFUSE else ('"off"', "to silence it")
         return f"{self.rule}: {says}; set data.gate.rules: {{{self.rule}: {word}}} {does}"
-
-
-def _plain(value: Value) -> Value:
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -119,9 +119,8 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
             f"such as gate.min: {{accuracy@{target}: 0.8}}, and consider training.class_weights: "
             "balanced"
         )
-        yield Finding(
-            "imbalance", says, target, "train", share(there[name], examples), limit / len(there)
-        )
+        part = share(there[name], examples)
+        yield Finding("imbalance", says, target, "train", part, limit / len(there))
 
 
 def _has_metric(question: Question) -> bool:
@@ -203,6 +202,5 @@ def _find_lost(
                 f"(strongest association {value:.3f} instead of {known[name]:.3f} with {name!r}); "
                 "check whether labels and rows have the same order"
             )
-            yield Finding(
-                "association", says, target, words[1], value, _LEFT * known[name], known[name]
-            )
+            limit = _LEFT * known[name]
+            yield Finding("association", says, target, words[1], value, limit, known[name])

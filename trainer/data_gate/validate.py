@@ -20,16 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data_gate import OFF, REFUSE, WARN, DataGateConfig
+from flotilla.trainer.config.data import OFF, REFUSE, WARN, DataGateConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data_gate import (
     drift,
-    examples,
     expected,
     labels,
     leaks,
     page,
-    structure,
     values,
 )
 from flotilla.trainer.data_gate.findings import Finding, Question, Rule, some
@@ -42,15 +40,15 @@ ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
 _MOST_LINES = 5
 _RULES: tuple[Rule, ...] = (
-    structure.schema,
-    structure.features,
-    structure.sizes,
+    values.schema,
+    values.features,
+    values.sizes,
     values.missing,
     values.constant,
     labels.classes,
     labels.shares,
-    examples.leakage,
-    examples.duplicates,
+    leaks.leakage,
+    leaks.duplicates,
     labels.association,
     leaks.label_leakage,
     values.unit,
@@ -122,11 +120,8 @@ def check(config: Config, dataset: str, champion: Opponent) -> Validation:
         splits=config.data.splits,
     )  # fmt: skip
     facts = _facts(find_all(question), rules, found, champion)
-    return Validation(
-        facts=facts,
-        page=page.render(facts, found, champion.profile),
-        schema=expected.infer_schema(found),
-    )
+    html = page.render(facts, found, champion.profile)
+    return Validation(facts=facts, page=html, schema=expected.infer_schema(found))
 
 
 def publish(validation: Validation, uri: str) -> None:
@@ -136,12 +131,8 @@ def publish(validation: Validation, uri: str) -> None:
         Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
         Path(folder, PAGE).write_bytes(validation.page)
         Path(folder, expected.FILE).write_text(validation.schema, encoding="utf-8")
-        champion = validation.facts["champion"]["dataset"]
-        fields = {
-            "decision": validation.decision,
-            "dataset": validation.facts["dataset"],
-            "champion": champion,
-        }
+        fields = {key: validation.facts[key] for key in ("decision", "dataset")}
+        fields["champion"] = validation.facts["champion"]["dataset"]
         storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
 

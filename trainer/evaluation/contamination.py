@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data_gate import DataGateConfig
-from flotilla.trainer.data_gate.examples import Copies, count_shared, find_copies, find_new_copies
+from flotilla.trainer.config.data import DataGateConfig
+from flotilla.trainer.data_gate.leaks import Copies, count_shared, find_copies, find_new_copies
 from flotilla.trainer.data_gate.profile import DatasetProfile, SplitProfile, make_profile
 from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import UserError

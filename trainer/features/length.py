@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from flotilla.trainer import storage
 from flotilla.trainer.config.base import AUTOMATIC
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.optimizer import OF_MODEL
+from flotilla.trainer.config.model import OF_MODEL
 from flotilla.trainer.config.schema import Config
 
 LEARNING_RATE = 0.002

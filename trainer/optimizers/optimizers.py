@@ -15,7 +15,7 @@ import tensorflow as tf
 from keras.optimizers import schedules
 from keras.optimizers.schedules import LearningRateSchedule as Schedule
 
-from flotilla.trainer.config.optimizer import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
+from flotilla.trainer.config.model import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.embeddings.batch_rows import RowsOnce
 from flotilla.trainer.runtime import user_code

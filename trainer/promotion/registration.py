@@ -30,7 +30,7 @@ from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.signing import signing
 from flotilla.trainer.tracking import addresses, promotions
 from flotilla.trainer.tracking.hub import PromotedModel
-from flotilla.trainer.tracking.mlflow_registry import is_champion_known
+from flotilla.trainer.tracking.promotions import is_champion_known
 
 KIND = "registration"
 PROMOTED = "promoted"

@@ -34,6 +34,7 @@ def render(sweep: Sweep, headline: str = "", report: str = "") -> bytes:
     heads, rows = make_table(sweep)
     by_number = {str(each.number): each for each in sweep.trials}
     shades = _shade(ended, objective)
+    values = [each.last.value for each in ended if each.last and math.isfinite(each.last.value)]
     text = _template().render(
         sweep=sweep,
         best=sweep.chosen or find_best(sweep.trials, sweep.objective),
@@ -42,7 +43,7 @@ def render(sweep: Sweep, headline: str = "", report: str = "") -> bytes:
         metric=objective.metric,
         better=objective.better,
         charts=[_draw(sweep, key, ended, shades) for key in sweep.keys] if shades else [],
-        ends=_find_ends(ended, objective),
+        ends=sorted(values, key=objective.rank, reverse=True)[:: max(len(values) - 1, 1)],
         heads=heads,
         rows=[(shades.get(by_number[row[0]].number), row) for row in rows],
         values_at=len(sweep.keys) + 1,
@@ -60,11 +61,6 @@ def _shade(trials: Sequence[Trial], objective: Objective) -> dict[int, int]:
     return {number: round(100 * (worst - rank) / whole) for number, rank in known.items()}
 
 
-def _find_ends(trials: Sequence[Trial], objective: Objective) -> list[float]:
-    values = [each.last.value for each in trials if each.last and math.isfinite(each.last.value)]
-    return sorted(values, key=objective.rank, reverse=True)[:: max(len(values) - 1, 1)]
-
-
 def _draw(
     sweep: Sweep, key: str, trials: Sequence[Trial], shades: Mapping[int, int]
 ) -> dict[str, Any]:
@@ -75,8 +71,10 @@ def _draw(
     upward = fit_axis([values[number] for number in shades] or [0.0], is_vertical=True)
     return {
         "title": key,
-        "is_log": across.is_log if isinstance(across, Axis) else False,
-        "columns": across.ticks if isinstance(across, Axis) else _name_ticks(across),
+        "is_log": isinstance(across, Axis) and across.is_log,
+        "columns": across.ticks
+        if isinstance(across, Axis)
+        else [Tick(at=_place(across, each), label=each) for each in across],
         "share": 0 if isinstance(across, Axis) else 100 / len(across),
         "rows": upward.ticks,
         "dots": [
@@ -117,10 +115,6 @@ def _parse_number(text: str) -> float | None:
     with suppress(ValueError):
         return number if math.isfinite(number := float(text)) else None
     return None
-
-
-def _name_ticks(names: Sequence[str]) -> list[Tick]:
-    return [Tick(at=_place(list(names), name), label=name) for name in names]
 
 
 def _place(across: Axis | list[str], text: str) -> float:

@@ -23,7 +23,7 @@ from optuna.distributions import (
 
 from flotilla.trainer.config.base import AUTOMATIC
 from flotilla.trainer.config.load import override, parse_value
-from flotilla.trainer.config.optimizer import OF_MODEL
+from flotilla.trainer.config.model import OF_MODEL
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.sweeps.sweep import Settings, list_assignments, make_config
@@ -126,8 +126,9 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     dropout. A key is left out if `given` sets it, a part of it, or a section that contains it.
     """
     training = config.training
-    rate = _choose_value(training.optimizer.learning_rate, 0.001)
-    batch = _choose_value(training.batch_size, 128)
+    # If a value is derived from the examples, search around a usual value.
+    rate, batch = training.optimizer.learning_rate, training.batch_size
+    rate, batch = 0.001 if rate == AUTOMATIC else rate, 128 if batch == AUTOMATIC else batch
     found = {
         f"model.args.{key}": text for key, text in _OF_MODELS.get(config.model.name, {}).items()
     }
@@ -141,11 +142,6 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
         for key, text in found.items()
         if not any(f"{key}.".startswith(f"{n}.") or n.startswith(f"{key}.") for n in names)
     )
-
-
-def _choose_value(value: Any, usual: Any) -> Any:
-    """Return `value`, or `usual` if `value` is automatic, that is, derived from the examples."""
-    return usual if value == AUTOMATIC else value
 
 
 def grid(space: Space) -> tuple[Settings, ...]:
@@ -193,7 +189,10 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 def corners(space: Space) -> tuple[Settings, ...]:
     """Return a trial for each value or range end of each key. Other keys have their first value."""
     ends = {
-        key: [format_setting(values, each) for each in _ends(values)]
+        key: [
+            format_setting(values, each)
+            for each in getattr(values, "choices", None) or (values.low, values.high)
+        ]
         for key, values in space.keys.items()
     }
     first = {key: values[0] for key, values in ends.items()}
@@ -220,29 +219,19 @@ def format_setting(values: BaseDistribution, value: Any) -> str:
     return repr(min(max(short, values.low), values.high))
 
 
-def _ends(values: BaseDistribution) -> Sequence[Any]:
-    if isinstance(values, IntDistribution | FloatDistribution):
-        return values.low, values.high
-    assert isinstance(values, CategoricalDistribution)
-    return values.choices
-
-
 def _check_trials(base: Config, every: Iterable[Settings], count: int) -> tuple[Settings, ...]:
     """Return the first `count` trials with different configurations. Raises `ConfigError`."""
     found: dict[str, Settings] = {}
     for settings in every:
-        found.setdefault(check_trial(base, settings).model_dump_json(), settings)
+        try:
+            config = make_config(base, settings)
+        except ConfigError as error:
+            trial = ", ".join(list_assignments(settings))
+            raise ConfigError(f"the trial {trial}: {error}") from None
+        found.setdefault(config.model_dump_json(), settings)
         if len(found) == count:
             break
     return tuple(found.values())
-
-
-def check_trial(base: Config, settings: Settings) -> Config:
-    """Return the configuration of a trial. Raises a `ConfigError` that names the trial."""
-    try:
-        return make_config(base, settings)
-    except ConfigError as error:
-        raise ConfigError(f"the trial {', '.join(list_assignments(settings))}: {error}") from None
 
 
 def _require_searchable(key: str, assignment: str) -> None:

@@ -18,7 +18,7 @@ import json
 import math
 import platform
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -76,12 +76,10 @@ def write(folder: Path, fields: Mapping[str, Any], kinds: Mapping[str, str]) -> 
     # The folder exists if another run took the version number and this is a second attempt.
     (folder / FOLDER).mkdir(exist_ok=True)
     (folder / FOLDER / f"{module}.py").write_bytes(program)
-    tree = {
-        "saved_model": fields["saved_model"],
-        "size": _choose_size(inputs),
-        "inputs": inputs,
-        "outputs": outputs,
-    }
+    values = sum(math.prod(size or 1 for size in each["shape"]) for each in inputs)
+    size = max(1, min(_MOST_ROWS, _MOST_VALUES // max(1, values)))
+    saved = fields["saved_model"]
+    tree = {"saved_model": saved, "size": size, "inputs": inputs, "outputs": outputs}
     _write_json(folder / FOLDER / "model.json", tree)
     example = _write_example(folder, inputs)
     signature = {
@@ -131,10 +129,7 @@ def _list_inputs(fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
             "feature": each["feature"],
             "argument": arguments[each["feature"]],
             "type": each["type"] or ("image" if each["stored"] == "image" else ""),
-            "shape": each["shape"],
-            "dtype": each["dtype"],
-            "labels": each["labels"],
-            "padding": each["padding"],
+            **{key: each[key] for key in ("shape", "dtype", "labels", "padding")},
             "length_of": lengths.get(each["feature"], ""),
         }
 
@@ -148,10 +143,11 @@ def _list_outputs(
     for name, kind in kinds.items():
         answers = {key: key for key in keys}
         if name:
+            # A column belongs to the output with the longest name that the column starts with.
             answers = {
                 key.removeprefix(f"{name}_"): key
                 for key in keys
-                if _find_output(kinds, key) == name
+                if max((each for each in kinds if key.startswith(f"{each}_")), key=len) == name
             }
         # Clear the kind if outputs are missing, as in a user's task derived from a built-in one.
         is_known = all(each in answers for each in _NEEDS.get(kind, ()))
@@ -164,16 +160,6 @@ def _list_outputs(
         }
 
 
-def _find_output(names: Iterable[str], key: str) -> str:
-    """Return the output that a column belongs to: the longest name that the column starts with."""
-    return max((each for each in names if key.startswith(f"{each}_")), key=len)
-
-
-def _choose_size(inputs: Sequence[Mapping[str, Any]]) -> int:
-    values = sum(math.prod(size or 1 for size in each["shape"]) for each in inputs)
-    return max(1, min(_MOST_ROWS, _MOST_VALUES // max(1, values)))
-
-
 def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether the model takes tensors: all inputs are arrays of fixed shape, no images."""
     return all(
@@ -183,13 +169,14 @@ def _is_tensors(inputs: Sequence[Mapping[str, Any]]) -> bool:
 
 def _input_schema(inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     if _is_tensors(inputs):
+        dtypes = ["str" if each["dtype"] == "string" else str(each["dtype"]) for each in inputs]
         return [
             {
                 "name": each["feature"],
                 "type": "tensor",
-                "tensor-spec": {"dtype": _numpy_name(each), "shape": [-1, *each["shape"]]},
+                "tensor-spec": {"dtype": dtype, "shape": [-1, *each["shape"]]},
             }
-            for each in inputs
+            for each, dtype in zip(inputs, dtypes, strict=True)
         ]
     return [
         {"name": each["feature"], "required": not each["length_of"], **_column_type(each)}
@@ -197,17 +184,10 @@ def _input_schema(inputs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _numpy_name(wanted: Mapping[str, Any]) -> str:
-    return "str" if wanted["dtype"] == "string" else str(wanted["dtype"])
-
-
 def _column_type(wanted: Mapping[str, Any]) -> dict[str, Any]:
     kind, dtype = wanted["type"], wanted["dtype"]
     if wanted["shape"]:
-        found: dict[str, Any] = _ANY
-        for _ in () if kind == "image" else wanted["shape"]:
-            found = {"type": "array", "items": found}
-        return found
+        return _ANY if kind == "image" else _nested(_ANY, len(wanted["shape"]))
     if kind == "bool" or dtype == "string" or wanted["labels"]:
         return {"type": "boolean" if kind == "bool" else "string"}
     if kind in ("", "float"):

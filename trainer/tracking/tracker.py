@@ -368,7 +368,9 @@ def following_training(job: Job, *, leads: bool) -> Iterator[None]:
         yield
         return
     ends = leads and not addresses.is_given_run()
-    tracker = Tracker(MlflowRun(_name_run(job.config, job.run_id, ends=ends)))
+    parameters = list_parameters(job.config)
+    name = RunName(run_id=job.run_id, experiment=job.config.name, parameters=parameters, ends=ends)
+    tracker = Tracker(MlflowRun(name))
     failure: BaseException | None = None
     try:
         with events.listen(tracker.hear):
@@ -393,9 +395,3 @@ def following_step() -> Iterator[None]:
             yield
     finally:
         tracker.close()
-
-
-def _name_run(config: Config, run_id: str, *, ends: bool) -> RunName:
-    return RunName(
-        run_id=run_id, experiment=config.name, parameters=list_parameters(config), ends=ends
-    )

@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from docs.build.reference import flat
-from flotilla.pipelines.cli import app, commands
+from flotilla.pipelines.cli import app
 from flotilla.trainer.config.load import load_config
 
 GROUP = typer.main.get_command(app.app)
@@ -28,16 +28,16 @@ def helped(capsys, words):
 
 
 def test_every_command_is_in_the_table_and_in_a_group():
-    assert set(commands.COMMANDS) == set(CALLED)
+    assert set(app.COMMANDS) == set(CALLED)
     displayed = {each.rich_help_panel for each in GROUP.commands.values()}
-    panels = (commands.RUN, commands.CLUSTER, commands.MODELS, commands.DATA)
-    assert displayed == {*panels, commands.HOUSEKEEPING}
+    panels = (app.RUN, app.CLUSTER, app.MODELS, app.DATA)
+    assert displayed == {*panels, app.HOUSEKEEPING}
 
 
 def test_the_help_has_the_groups_in_this_order(capsys):
     text = helped(capsys, "--help")
-    panels = (commands.RUN, commands.CLUSTER, commands.MODELS, commands.DATA)
-    places = [text.index(f"─ {panel} ─") for panel in (*panels, commands.HOUSEKEEPING)]
+    panels = (app.RUN, app.CLUSTER, app.MODELS, app.DATA)
+    places = [text.index(f"─ {panel} ─") for panel in (*panels, app.HOUSEKEEPING)]
     assert places == sorted(places)
     assert "─ Commands ─" not in text
     assert "<bool>" not in text
@@ -49,14 +49,14 @@ def test_the_short_option_is_the_long_one(capsys, words):
 
 
 def test_the_examples_end_the_help_unbroken(capsys):
-    for name, command in commands.COMMANDS.items():
+    for name in app.COMMANDS:
         lines = helped(capsys, f"{name} -h").splitlines()
-        assert lines[-3:-1] == [f"   {each}" for each in command.examples], name
+        assert lines[-3:-1] == [f"   {each}" for each in app.find_examples(name)], name
 
 
 def test_an_example_is_a_command_line_that_fits_a_terminal():
-    assert {len(set(each.examples)) for each in commands.COMMANDS.values()} == {2}
-    for name, line in [(name, e) for name, it in commands.COMMANDS.items() for e in it.examples]:
+    assert {len(set(app.find_examples(name))) for name in app.COMMANDS} == {2}
+    for name, line in [(each, e) for each in app.COMMANDS for e in app.find_examples(each)]:
         assert len(line) + 3 <= WIDTH + 10, line
         words = shlex.split(line.partition(" > ")[0])
         given = name.split()

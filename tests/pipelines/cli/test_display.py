@@ -11,6 +11,7 @@ from rich.console import Console, Group
 from rich.text import Text
 
 from flotilla.pipelines.cli.display import (
+    Table,
     Terminal,
     closing_table,
     escape_controls,
@@ -21,7 +22,6 @@ from flotilla.pipelines.cli.display import (
     verdict_lines,
 )
 from flotilla.pipelines.cli.live import _one_line, work_line
-from flotilla.pipelines.cli.tables import Table
 from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer import storage
 from flotilla.trainer.events import WorkProgress
@@ -270,8 +270,8 @@ class TestTerminal:
             f"terminal = Terminal(stderr={stderr})\n"
             "for _ in range(3): terminal.print('x')\n"
             "from flotilla.pipelines.cli.exit import Answer\n"
-            "from flotilla.pipelines.cli.exit import print_json\n"
-            "print_json(Answer())\n"
+            "from flotilla.pipelines.cli.exit import finish\n"
+            "finish(Answer(), as_json=True)\n"
             "raise SystemExit(3)\n"
         )
         other = "stdout" if stderr else "stderr"
@@ -290,8 +290,8 @@ class TestTerminal:
         os.close(reader)
         code = (
             "from flotilla.pipelines.cli.exit import Answer\n"
-            "from flotilla.pipelines.cli.exit import print_json\n"
-            "print_json(Answer())\n"
+            "from flotilla.pipelines.cli.exit import finish\n"
+            "finish(Answer(), as_json=True)\n"
             "raise SystemExit(3)\n"
         )
         with os.fdopen(writer, "wb") as closed:

@@ -192,7 +192,7 @@ ROWS = {
     "completion": Row(
         words="zsh",
         mistake="tcsh",
-        calls="flotilla.pipelines.cli.completion.shell.get_completion_script",
+        calls="flotilla.pipelines.cli.completion.get_completion_script",
     ),
     "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.list_models"),
     "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.show"),

@@ -97,10 +97,7 @@ def test_progress_without_a_terminal_draws_nothing(lines_of):
 def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     lines = lines_of(begun("train_model"), progress(20, 1000.0), *done("train_model"))
-    assert lines[:2] == [
-        "train_model ...",
-        "global step 20/300  loss 0.25  100 steps/s",
-    ]
+    assert lines[:2] == ["train_model ...", "global step 20/300  loss 0.25  100 steps/s"]
 
 
 def test_what_is_wrong_in_the_words_of_a_task_is_left_to_the_end_of_the_run(lines_of):
@@ -324,10 +321,7 @@ class TestWork:
 
 @pytest.mark.parametrize(
     ("step", "line"),
-    [
-        ("train_model", "stopping: saving the last checkpoint"),
-        ("prepare_data", "stopping"),
-    ],
+    [("train_model", "stopping: saving the last checkpoint"), ("prepare_data", "stopping")],
 )
 def test_a_run_that_was_asked_to_end_says_what_it_still_does(lines_of, step, line):
     assert lines_of(begun(step), Interrupted())[1:] == [line]

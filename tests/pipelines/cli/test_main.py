@@ -149,10 +149,7 @@ def called(arguments, folder, **streams):
     return process.returncode, (err or b"").decode()
 
 
-WITH_LINES = [
-    (["gc", "--workdir", "runs"], 0),
-    (["nonsense"], 2),
-]
+WITH_LINES = [(["gc", "--workdir", "runs"], 0), (["nonsense"], 2)]
 
 
 def requires_no_reader(arguments, code, folder, stream):
@@ -203,11 +200,7 @@ AHEAD = 4096
 
 @pytest.mark.parametrize(
     ("module", "as_json"),
-    [
-        ("typer.core", True),
-        ("pydantic_core", False),
-        ("flotilla.pipelines.cli.display", True),
-    ],
+    [("typer.core", True), ("pydantic_core", False), ("flotilla.pipelines.cli.display", True)],
 )
 def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     settings = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}

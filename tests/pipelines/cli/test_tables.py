@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 from rich.text import Text
 
-from flotilla.pipelines.cli.tables import Table
+from flotilla.pipelines.cli.display import Table
 
 URI = "gs://bucket/" + "folder/" * 9 + "model"
 ROWS = [

@@ -11,7 +11,7 @@ import urllib3
 
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.doctor import cluster as clusters
-from flotilla.pipelines.doctor import configuration
+from flotilla.pipelines.doctor import machine
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.pipelines.runs import kfp_access
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
@@ -50,7 +50,7 @@ Doctor = Callable[..., Report]
 def _without_tensorflow(monkeypatch) -> None:
     """Skip the only slow check; `test_configuration` tests it."""
     finding = Finding("ok", "not tried in this test")
-    monkeypatch.setattr(configuration, "fits", lambda _config, **_: finding)
+    monkeypatch.setattr(machine, "fits", lambda _config, **_: finding)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import tempfile
 
 import pytest
 
-from flotilla.pipelines.doctor.configuration import fits
+from flotilla.pipelines.doctor.machine import fits
 from flotilla.trainer.config.load import parse_config
 from tests.pipelines.doctor.conftest import content
 

@@ -11,7 +11,7 @@ import pytest
 
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.doctor import machine
-from flotilla.pipelines.doctor.configuration import consistent
+from flotilla.pipelines.doctor.machine import consistent
 from flotilla.trainer.config.load import parse_config
 from tests.pipelines.doctor.conftest import content
 
@@ -174,7 +174,7 @@ def test_packages_that_are_missing():
 
 def test_no_package_is_loaded_to_find_it():
     program = (
-        "import sys; from flotilla.pipelines.cli import doctor; "
+        "import sys; from flotilla.pipelines.cli import housekeeping; "
         "from flotilla.pipelines.doctor import machine; "
         "from flotilla.trainer.config.schema import "
         "Config; assert machine.packages(Config()).state == 'ok'; "

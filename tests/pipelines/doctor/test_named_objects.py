@@ -9,7 +9,7 @@ from hypothesis import given
 from flotilla.components.image import IMAGE
 from flotilla.components.launchers import engine
 from flotilla.pipelines.doctor.cluster import plan
-from flotilla.pipelines.doctor.named_objects import image_names, judge_images, list_named_objects
+from flotilla.pipelines.doctor.resources import image_names, judge_images, list_named_objects
 from flotilla.trainer.config.load import parse_config
 from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
@@ -90,11 +90,7 @@ def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
 VOLUMES = ", ".join(
     f"{{name: v{number}, mount_path: /v{number}, source: {{{source}: a}}}}}}"
     for number, source in enumerate(
-        (
-            "persistentVolumeClaim: {claimName",
-            "secret: {secretName",
-            "configMap: {name",
-        )
+        ("persistentVolumeClaim: {claimName", "secret: {secretName", "configMap: {name")
     )
 )
 NAMING = (

@@ -18,7 +18,7 @@ from flotilla.trainer.checkpoints.checkpoints import (
     restore_model,
 )
 from flotilla.trainer.checkpoints.index import list_checkpoints, newest_checkpoint
-from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.model import OptimizerConfig
 from flotilla.trainer.config.schema import ModelConfig, TrainingConfig
 from flotilla.trainer.events import CheckpointPassedOver, CheckpointPublished
 from flotilla.trainer.models import registry

@@ -1,6 +1,6 @@
 """Tests `data.gate`: each rule has an action, and each limit a default within its bounds."""
 
-from flotilla.trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
+from flotilla.trainer.config.data import ACTIONS, LIMITS, RULES, DataGateConfig
 
 
 def test_every_rule_and_limit_has_a_default():

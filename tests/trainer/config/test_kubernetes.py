@@ -24,10 +24,7 @@ from flotilla.trainer.runtime.errors import ConfigError
         ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
         ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
         ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is in both env and"),
-        (
-            {"ps": {"resources": {"limits": {"cpu": -1}}}},
-            "limits.cpu: -1 is not allowed",
-        ),
+        ({"ps": {"resources": {"limits": {"cpu": -1}}}}, "limits.cpu: -1 is not allowed"),
         ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
         ({"ps": {"resources": {"limits": {"cpu": "4g"}}}}, "limits.cpu: '4g' is not a Kubernetes"),
         ({"pod": {"shared_memory": "2"}}, "pod.shared_memory: '2' is less than 1Mi"),

@@ -132,10 +132,7 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         ("training.workers=2", "training.workers: no such key; did you mean 'cluster.workers'?"),
         ("training.optimizer.xyz=1", "training.optimizer.xyz: no such key (one of name, learning_"),
         ("gate.minimum={}", "gate.minimum: no such key; did you mean 'min'?"),
-        (
-            "xyz=1",
-            "xyz: no such key (one of name, data, task, model, training, cluster, program,",
-        ),
+        ("xyz=1", "xyz: no such key (one of name, data, task, model, training, cluster, program,"),
         ("training.steps.x=3", "training.steps: {'x': 3} is not allowed"),
         ("training=3", "training: 3 is not allowed"),
         ("name", "--set 'name' does not have the form section.key=value"),

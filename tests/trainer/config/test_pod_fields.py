@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flotilla.trainer.config import pod_fields
+from flotilla.trainer.config import kubernetes as pod_fields
 
 
 def test_a_quantity_of_kubernetes():
@@ -93,7 +93,7 @@ def test_labels_that_no_node_can_have(tree, words):
     ],
 )
 def test_a_toleration(tree):
-    assert pod_fields.tolerations([tree]) == [tree]
+    assert pod_fields.toleration(tree) == tree
 
 
 @pytest.mark.parametrize(
@@ -115,4 +115,4 @@ def test_a_toleration(tree):
 )
 def test_what_is_no_toleration(tree, words):
     with pytest.raises(ValueError, match=re.escape(words)):
-        pod_fields.tolerations([tree])
+        pod_fields.toleration(tree)

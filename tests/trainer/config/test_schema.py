@@ -252,8 +252,7 @@ def test_more_workers_than_shards_are_refused_before_anything_starts():
 
 
 @pytest.mark.parametrize(
-    "enough",
-    ["data.partition=reshuffle", "data.partition=dynamic", "training.strategy=single"],
+    "enough", ["data.partition=reshuffle", "data.partition=dynamic", "training.strategy=single"]
 )
 def test_shards_are_counted_only_where_workers_part_them(enough):
     assert load_config(None, ["cluster.workers=9", enough]).cluster.workers == 9

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from flotilla.trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.config.data import DataGateConfig
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate.findings import Question
 from flotilla.trainer.data_gate.profile import DatasetProfile, split_profile

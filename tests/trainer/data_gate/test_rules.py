@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from flotilla.trainer.config.data import SplitsConfig
-from flotilla.trainer.data_gate import drift, examples, structure, two_samples, values
+from flotilla.trainer.data_gate import drift, leaks, values
 from flotilla.trainer.data_gate.profile import FeatureProfile, SplitProfile
 from flotilla.trainer.data_gate.validate import find_all
 from tests.trainer.data_gate.skews import table
@@ -23,24 +23,24 @@ def test_names_and_types_are_compared_without_statistics():
     new = made(hieght=np.ones(100))
     del new.specs["height"]
     bare = replace(new, splits={"train": replace(new.splits["train"], features={})})
-    found = {each.rule: each.says for each in structure.features(question(bare, old))}
+    found = {each.rule: each.says for each in values.features(question(bare, old))}
     assert set(found) == {"missing_feature", "new_feature"}
     assert "did you mean 'hieght'?" in found["missing_feature"]
 
 
 def test_whole_numbers_that_became_floats_may_have_gaps():
     old, new = made(id=np.arange(100)), made(id=np.arange(100.0))
-    (found,) = structure.features(question(new, old))
+    (found,) = values.features(question(new, old))
     assert found.rule == "type"
     assert "(whole numbers with missing values are read as floats)" in found.says
-    (found,) = structure.features(question(old, new))
+    (found,) = values.features(question(old, new))
     assert "missing" not in found.says
 
 
 def test_an_empty_split_is_named():
     new = made()
     splits = {**new.splits, "test": replace(new.splits["test"], examples=0)}
-    (found,) = structure.sizes(question(replace(new, splits=splits)))
+    (found,) = values.sizes(question(replace(new, splits=splits)))
     assert (found.rule, found.split) == ("empty", "test")
 
 
@@ -91,7 +91,7 @@ def answers(seed, size=2000):
 def test_equal_answers_of_a_questionnaire_are_neither_duplicates_nor_leakage():
     for seed in range(4):
         asked = question(answers(seed), answers(seed + 20))
-        assert not [*examples.duplicates(asked), *examples.leakage(asked)]
+        assert not [*leaks.duplicates(asked), *leaks.leakage(asked)]
 
 
 def test_leakage_is_estimated_from_the_smallest_hashes():
@@ -101,9 +101,9 @@ def test_leakage_is_estimated_from_the_smallest_hashes():
     known = SplitProfile(examples=30_000, hashes=hashes[:10_000], copies=one, is_whole=False)
     tenth = hashes[::10]
     asked = SplitProfile(examples=3_000, hashes=tenth, copies=np.ones(3_000, np.int64))
-    assert examples.count_shared(asked, known) == (1000, 1000)
+    assert leaks.count_shared(asked, known) == (1000, 1000)
     other = SplitProfile(examples=3_000, hashes=tenth + np.uint64(1), copies=asked.copies)
-    assert examples.count_shared(other, known) == (1000, 0)
+    assert leaks.count_shared(other, known) == (1000, 0)
 
 
 def dependent(seed, size=1000, width=40):
@@ -129,11 +129,11 @@ def test_few_features_and_few_rows_are_not_tested_together():
 def test_the_distance_is_that_of_scipy():
     rng = np.random.default_rng(0)
     new, old = np.sort(rng.normal(size=300)), np.sort(rng.normal(0.2, 1, size=200))
-    size, chance = two_samples.kolmogorov_smirnov(new, old)
+    size, chance = drift.kolmogorov_smirnov(new, old)
     known = stats.ks_2samp(new, old, method="asymp")
     assert size == pytest.approx(known.statistic)
     assert chance == pytest.approx(known.pvalue, rel=0.3)
-    assert two_samples.exceeds(new, old) == pytest.approx(
+    assert drift.exceeds(new, old) == pytest.approx(
         stats.mannwhitneyu(new, old).statistic / 300 / 200
     )
 
@@ -141,24 +141,24 @@ def test_the_distance_is_that_of_scipy():
 def test_rare_values_are_one_value():
     old = {"a": 500, "b": 480, **{f"x{n}": 1 for n in range(20)}}
     new = {"a": 490, "b": 490, **{f"y{n}": 1 for n in range(20)}}
-    _, chance = two_samples.homogeneity(new, old)
+    _, chance = drift.homogeneity(new, old)
     assert chance > 0.1
-    assert two_samples.homogeneity({"a": 1}, {"a": 9}) == (0.0, 1.0)
-    moved, chance = two_samples.homogeneity({"a": 700, "b": 300}, {"a": 500, "b": 500})
+    assert drift.homogeneity({"a": 1}, {"a": 9}) == (0.0, 1.0)
+    moved, chance = drift.homogeneity({"a": 700, "b": 300}, {"a": 500, "b": 500})
     assert moved == pytest.approx(0.2)
     assert chance < 1e-10
 
 
 def test_many_tests_are_corrected():
-    assert two_samples.holm({"a": 0.004, "b": 0.03, "c": 0.9}, 0.05) == {"a"}
-    assert two_samples.holm({"a": 0.004, "b": 0.02, "c": 0.9}, 0.05) == {"a", "b"}
-    assert two_samples.holm({}, 0.05) == set()
+    assert drift.holm({"a": 0.004, "b": 0.03, "c": 0.9}, 0.05) == {"a"}
+    assert drift.holm({"a": 0.004, "b": 0.02, "c": 0.9}, 0.05) == {"a", "b"}
+    assert drift.holm({}, 0.05) == set()
 
 
 def test_a_share_is_compared_by_the_exact_test():
     exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
-    assert two_samples.fisher_test(8, 100, 2, 200) == pytest.approx(exact)
-    assert two_samples.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
+    assert drift.fisher_test(8, 100, 2, 200) == pytest.approx(exact)
+    assert drift.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
 
 
 def ordinary(seed):

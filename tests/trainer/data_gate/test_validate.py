@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data_gate import RULES
+from flotilla.trainer.config.data import RULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import GateConfig
 from flotilla.trainer.data_gate import page, validate

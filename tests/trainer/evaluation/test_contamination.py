@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.data_gate import DataGateConfig
+from flotilla.trainer.config.data import DataGateConfig
 from flotilla.trainer.data.splits import split_by_hash
 from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.features.dataset_spec import SCHEMA

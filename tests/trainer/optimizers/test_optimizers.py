@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.config.load import load_config, parse_config
-from flotilla.trainer.config.optimizer import ARGS, OPTIMIZERS, OptimizerConfig, ScheduleConfig
+from flotilla.trainer.config.model import ARGS, OPTIMIZERS, OptimizerConfig, ScheduleConfig
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.optimizers import optimizers
 from flotilla.trainer.optimizers.optimizers import build_optimizer, each_row_once, learning_rate

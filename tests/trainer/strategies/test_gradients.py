@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.optimizer import OptimizerConfig
+from flotilla.trainer.config.model import OptimizerConfig
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids

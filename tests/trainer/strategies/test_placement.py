@@ -12,7 +12,7 @@ from tensorflow.core.protobuf.config_pb2 import ConfigProto
 from tensorflow.core.protobuf.rewriter_config_pb2 import RewriterConfig
 from tensorflow.python.eager import context, executor
 
-from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from flotilla.trainer.config.model import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.embeddings.table_state import BEGINS

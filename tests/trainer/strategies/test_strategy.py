@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.remote import open_checkpoints
-from flotilla.trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from flotilla.trainer.config.model import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.optimizers.optimizers import build_optimizer

@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flotilla.trainer.tracking import mlflow_registry
+from flotilla.trainer.tracking import promotions
 from flotilla.trainer.tracking.hub import PromotedModel
-from flotilla.trainer.tracking.mlflow_registry import register_in_mlflow
+from flotilla.trainer.tracking.promotions import register_in_mlflow
 
 
 class Registry:
@@ -41,9 +41,9 @@ class Registry:
 @pytest.fixture
 def there(monkeypatch):
     made = Registry()
-    monkeypatch.setattr(mlflow_registry, "client_of_mlflow", lambda: made)
-    monkeypatch.setattr(mlflow_registry, "_ensure_model", lambda *_: None)
-    monkeypatch.setattr(mlflow_registry, "_place", lambda _client, model: (None, model.uri))
+    monkeypatch.setattr(promotions, "client_of_mlflow", lambda: made)
+    monkeypatch.setattr(promotions, "_ensure_model", lambda *_: None)
+    monkeypatch.setattr(promotions, "_place", lambda _client, model: (None, model.uri))
     return made
 
 

@@ -14,13 +14,7 @@ import pytest
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import AttemptBegin, StepEnd, Validation
-from flotilla.trainer.tracking import (
-    addresses,
-    mlflow_registry,
-    mlflow_run,
-    promotions,
-    tracker,
-)
+from flotilla.trainer.tracking import addresses, mlflow_run, promotions, tracker
 from flotilla.trainer.tracking.hub import PromotedModel
 from flotilla.trainer.tracking.tracker import LocalRun
 from tests.ports import held_port
@@ -245,12 +239,12 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     assert client.get_model_version_by_alias("kept", "champion").version == "1"
     # Version 3 was created and deleted, so that version 4 has Flotilla's number.
     newest = promoted(f"{bucket}4", 4, is_champion=True)
-    assert not mlflow_registry.is_champion_known("kept", newest.uri)
+    assert not promotions.is_champion_known("kept", newest.uri)
     assert promotions.register_in_mlflow(newest) == "4"
-    assert mlflow_registry.is_champion_known("kept", newest.uri)
+    assert promotions.is_champion_known("kept", newest.uri)
     numbers = {each.version for each in client.search_model_versions("name = 'kept'")}
     assert numbers == {"1", "2", "4"}
-    assert not mlflow_registry.is_champion_known("nobody", newest.uri)
+    assert not promotions.is_champion_known("nobody", newest.uri)
 
 
 def test_the_trials_of_a_sweep_are_below_one_run(server, tmp_path):

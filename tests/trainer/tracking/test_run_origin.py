@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.tracking.run_origin import describe_dataset, describe_origin
+from flotilla.trainer.tracking.mlflow_run import describe_dataset, describe_origin
 
 
 def git(folder, *words):

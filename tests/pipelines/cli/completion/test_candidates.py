@@ -8,8 +8,8 @@ import pytest
 from pydantic import BaseModel
 
 from flotilla.components.table import STEPS
-from flotilla.pipelines.cli.completion import candidates
-from flotilla.pipelines.cli.completion.assignments import complete_assignments
+from flotilla.pipelines.cli import completion
+from flotilla.pipelines.cli.completion import complete_assignments
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
@@ -50,29 +50,29 @@ def values(found):
 
 
 def test_runs_are_offered_newest_first(here):
-    assert values(candidates.complete_runs(context())) == RUNS[::-1]
-    assert values(candidates.complete_runs(context(workdir=here / "runs", runs=[RUNS[0]]))) == [
+    assert values(completion.complete_runs(context())) == RUNS[::-1]
+    assert values(completion.complete_runs(context(workdir=here / "runs", runs=[RUNS[0]]))) == [
         RUNS[1]
     ]
-    assert candidates.complete_runs(context(workdir=here / "absent")) == []
+    assert completion.complete_runs(context(workdir=here / "absent")) == []
 
 
 @pytest.mark.usefixtures("here")
 def test_sweeps_are_offered():
-    assert values(candidates.complete_sweeps(context())) == ["sweep-1"]
+    assert values(completion.complete_sweeps(context())) == ["sweep-1"]
 
 
 @pytest.mark.usefixtures("here")
 def test_models_and_versions_are_offered():
-    assert values(candidates.complete_models(context())) == ["digits"]
+    assert values(completion.complete_models(context())) == ["digits"]
     expected = [("2", ""), ("1", "the champion")]
-    assert candidates.complete_versions(context(name="digits")) == expected
-    assert values(candidates.complete_model_versions(context(), "di")) == ["digits"]
-    assert values(candidates.complete_model_versions(context(), "digits@")) == [
+    assert completion.complete_versions(context(name="digits")) == expected
+    assert values(completion.complete_model_versions(context(), "di")) == ["digits"]
+    assert values(completion.complete_model_versions(context(), "digits@")) == [
         "digits@2",
         "digits@1",
     ]
-    assert candidates.complete_versions(context(name="absent")) == []
+    assert completion.complete_versions(context(name="absent")) == []
 
 
 @pytest.mark.parametrize(
@@ -88,26 +88,26 @@ def test_what_a_shell_would_evaluate_is_not_offered(here, name):
     storage.publish(
         here / "empty", storage.join(names, name), kind=registry.NAME, fields={"name": name}
     )
-    assert values(candidates.complete_runs(context())) == RUNS[::-1]
-    assert values(candidates.complete_sweeps(context())) == ["sweep-1"]
-    assert values(candidates.complete_models(context())) == ["digits"]
+    assert values(completion.complete_runs(context())) == RUNS[::-1]
+    assert values(completion.complete_sweeps(context())) == ["sweep-1"]
+    assert values(completion.complete_models(context())) == ["digits"]
 
 
 def test_steps_and_stages_are_offered():
-    found = dict(candidates.complete_steps())
+    found = dict(completion.complete_steps())
     assert {row.name for row in STEPS if not row.is_exit_step} <= set(found)
     assert found["validate_data"] == "a stage of prepare_data"
 
 
 def test_the_examples_are_offered():
-    assert "digits.yaml" in values(candidates.complete_examples())
+    assert "digits.yaml" in values(completion.complete_examples())
 
 
 @pytest.mark.usefixtures("here")
 @pytest.mark.parametrize("root", ["s3://bucket/a", "gs://bucket", "nonsense://", "\0"])
 def test_nothing_is_asked_over_the_network(root):
-    assert candidates.complete_models(context(root=root)) == []
-    assert candidates.complete_versions(context(root=root, name="digits")) == []
+    assert completion.complete_models(context(root=root)) == []
+    assert completion.complete_versions(context(root=root, name="digits")) == []
 
 
 @pytest.mark.usefixtures("here")
@@ -117,9 +117,9 @@ def test_what_cannot_be_read_is_left_out(monkeypatch):
 
     monkeypatch.setattr(registry, "names", fail)
     monkeypatch.setattr(os, "listdir", fail)
-    assert candidates.complete_models(context()) == []
-    assert candidates.complete_runs(context()) == []
-    assert candidates.complete_versions(context()) == []
+    assert completion.complete_models(context()) == []
+    assert completion.complete_runs(context()) == []
+    assert completion.complete_versions(context()) == []
 
 
 def offered(incomplete):

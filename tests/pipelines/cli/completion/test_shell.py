@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.pipelines.cli import app
-from flotilla.pipelines.cli.completion.shell import VARIABLE, rejoin_words
+from flotilla.pipelines.cli.completion import VARIABLE, rejoin_words
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 PATH = f"{FLOTILLA.parent}:{os.environ['PATH']}"
