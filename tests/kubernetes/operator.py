@@ -58,7 +58,9 @@ class Operator:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stopping = True
+        with self._store.changed:
+            self._stopping = True
+            self._store.changed.notify_all()
         self._thread.join()
         self._ports.close()
 

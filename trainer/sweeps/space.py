@@ -188,13 +188,14 @@ def draw_trials(space: Space, count: int, seed: int) -> tuple[Settings, ...]:
 
 def corners(space: Space) -> tuple[Settings, ...]:
     """Return a trial for each value or range end of each key. Other keys have their first value."""
-    ends = {
-        key: [
-            format_setting(values, each)
-            for each in getattr(values, "choices", None) or (values.low, values.high)
-        ]
-        for key, values in space.keys.items()
-    }
+    ends: dict[str, list[str]] = {}
+    for key, values in space.keys.items():
+        if isinstance(values, IntDistribution | FloatDistribution):
+            found: Sequence[Any] = (values.low, values.high)
+        else:
+            assert isinstance(values, CategoricalDistribution)
+            found = values.choices
+        ends[key] = [format_setting(values, each) for each in found]
     first = {key: values[0] for key, values in ends.items()}
     every = [{**first, key: value} for key, values in ends.items() for value in values]
     return _check_trials(space.base, every, len(every))

@@ -159,7 +159,7 @@ def test_an_unknown_shell_is_refused(flotilla):
     assert "'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish'" in err
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["completion", "bash", "--json"], ["runs"]])
+@pytest.mark.parametrize("arguments", [["completion", "bash", "--json"], ["runs"]])
 def test_standard_output_that_takes_nothing(arguments):
     command = [FLOTILLA, *arguments]
     with open("/dev/full", "wb") as full:
@@ -179,28 +179,28 @@ def test_standard_output_beyond_the_size_limit_of_files(arguments, tmp_path):
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["completion", "bash", "--json"], ["runs"]])
-def test_streams_that_are_closed(arguments):
+@pytest.mark.parametrize(
+    ("arguments", "code"), [(["--version"], 0), (["runs"], 0), (["status", "nothing"], 2)]
+)
+def test_streams_that_are_closed(arguments, code):
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", FLOTILLA, *arguments]
-    assert subprocess.run(command, check=False).returncode == 0
+    assert subprocess.run(command, check=False).returncode == code
 
 
-def test_an_error_where_its_stream_is_closed():
-    command = ["sh", "-c", '"$@" >&- 2>&-', "sh", FLOTILLA, "status", "nothing"]
-    assert subprocess.run(command, check=False).returncode == 2
-
-
-def test_a_mistake_is_reported_without_loading_the_pipelines():
-    # `flotilla --help` and typos are handled without loading KFP.
+def test_help_and_a_mistake_are_reported_without_loading_anything_heavy():
     program = (
-        "import sys; from flotilla.pipelines.cli import __main__ as cli\n"
+        "import sys; from flotilla.pipelines.cli import __main__ as cli, app\n"
+        "app.call(['--help'])\n"
+        "heavy = {'kubernetes', 'pyarrow', 'pydantic', 'tensorflow', 'yaml'}\n"
+        "also = {'kfp', 'numpy', 'requests'}\n"
+        "print(sorted((heavy | also) & set(sys.modules)))\n"
         "sys.argv = ['flotilla', 'run', '--set', 'x=1']\n"
         "try: cli.main()\n"
-        "finally: print([name for name in ('kfp', 'numpy', 'requests') if name in sys.modules])"
+        "finally: print(sorted(also & set(sys.modules)))"
     )
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout) == (2, "[]\n")
+    assert (ended.returncode, ended.stdout.splitlines()[-2:]) == (2, ["[]", "[]"])
     assert ended.stderr.startswith("flotilla: x: no such key")
 
 

@@ -1,4 +1,4 @@
-"""Tests that `--json` prints exactly the keys that a command's help documents."""
+"""Tests that `--json` prints exactly the keys that the help of a command documents."""
 
 import json
 import math
@@ -10,6 +10,7 @@ import typer
 
 from docs.build.reference import command_line, flat
 from flotilla.pipelines.cli import app
+from flotilla.pipelines.cli.app import call
 from flotilla.pipelines.cli.exit import Answer, answers, write
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
@@ -112,3 +113,19 @@ def test_a_bug_is_an_object_as_well(capsys):
     assert err.startswith("for people\nTraceback")
     with pytest.raises(ZeroDivisionError):
         _broken(as_json=False)
+
+
+BATCHES = ["--set", "training.batch_size=16,32"]
+
+
+def test_compiling_says_how_it_is_started(tmp_path, capsys):
+    file = tmp_path / "sweep.yaml"
+    assert call(["sweep", "--compile", "-o", str(file), "--json", *BATCHES]) == 0
+    out, err = capsys.readouterr()
+    assert f"--file {file}" in err
+    answer = json.loads(out.splitlines()[-1])
+    assert answer["artifacts"] == {"pipeline": str(file)}
+    assert [each["settings"] for each in answer["trials"]] == [
+        {"training.batch_size": "16"},
+        {"training.batch_size": "32"},
+    ]

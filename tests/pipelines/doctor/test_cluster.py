@@ -170,13 +170,6 @@ def test_a_kind_whose_operator_is_gone(kube, of_job):
     assert found["remedy"].startswith("kubectl apply --server-side --kustomize")
 
 
-def test_where_deployments_may_not_be_read_it_is_said(kube, of_job):
-    kube.faults.add("/deployments", 403)
-    found = of_job()["training operator"]
-    assert (found["state"], "whether the controller runs" in found["message"]) == ("warn", True)
-    assert found["remedy"].startswith("kubectl get deployments --all-namespaces --selector")
-
-
 @pytest.fixture
 def deployment(jobset):
     """Return a function that replaces the controller's deployment with an unusual one."""

@@ -86,7 +86,7 @@ def test_where_a_check_finds_nothing_the_command_shows_more(release):
         "d": lambda: OK,
     }
     checks = [
-        Check(name=n, look=look, seconds=1 if n == "c" else 60, show="ls")
+        Check(name=n, look=look, seconds=0.1 if n == "c" else 60, show="ls")
         for n, look in looks.items()
     ]
     found = examine(checks, lambda *_: None)

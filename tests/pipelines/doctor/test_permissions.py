@@ -46,15 +46,6 @@ def test_an_operator_whose_webhook_nobody_answers(kube, of_job):
     assert "the training operator does not respond" in report["admission"]["message"]
 
 
-def test_who_may_not_make_pods_gets_a_warning(kube, of_job):
-    kube.faults.add("POST .*/pods", 403)
-    report = of_job()
-    found = report["admission"]
-    assert (report.code, found["state"]) == (0, "warn")
-    assert f"whether the namespace {NAMESPACE} admits a ps pod: pods is" in found["message"]
-    assert found["remedy"] == f"kubectl auth can-i create pods --namespace {NAMESPACE}"
-
-
 def test_a_jobset_whose_controller_is_away(jobset, of_jobset):
     jobset.install_jobset(replicas=0)
     report = of_jobset()

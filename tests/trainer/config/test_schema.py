@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from flotilla.pipelines import old_parameters
 from flotilla.trainer.config import schema as module
+from flotilla.trainer.config.data import ACTIONS, LIMITS, RULES, DataGateConfig
 from flotilla.trainer.config.load import load_config, parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
@@ -371,3 +372,16 @@ def test_a_warm_start_is_kept_in_one_form(value, kept):
     config = parse_config({"training": {"warm_start": value}})
     assert config.training.warm_start == kept
     assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_every_rule_and_limit_has_a_default():
+    gate = DataGateConfig()
+    assert {gate.action(rule) for rule in RULES} <= set(ACTIONS)
+    for name, (default, least, most, _) in LIMITS.items():
+        assert least <= gate.limit(name) == default <= most
+
+
+def test_what_is_named_wins_over_all():
+    gate = DataGateConfig(rules={"all": "warn", "leakage": "refuse"})
+    assert gate.action("leakage") == "refuse"
+    assert gate.action("type") == "warn"
