@@ -31,7 +31,7 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster import completion
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import (
     DONE,
     RunInterruptedError,

@@ -23,7 +23,7 @@ from flotilla.components.table import EXIT_STEP, name_step_of
 from flotilla.pipelines.links import link_address, takes_links
 from flotilla.pipelines.runs.outcome import RunResult, find_model, measure_duration
 from flotilla.trainer import storage
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.headline import describe_constant, main_value
 from flotilla.trainer.report.wording import key_metrics
 from flotilla.trainer.runtime.masking import join_lines, one_line

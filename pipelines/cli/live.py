@@ -42,10 +42,8 @@ from flotilla.trainer.events.event_lines import (
     format_epoch,
     format_event,
 )
-from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.events.progress.wording import format_line as line_of_work
-from flotilla.trainer.events.progress.wording import format_parts
-from flotilla.trainer.events.progress.work import LOG_SECONDS
+from flotilla.trainer.events.progress import LOG_SECONDS, duration, format_parts
+from flotilla.trainer.events.progress import format_line as line_of_work
 from flotilla.trainer.report.wording import key_metrics, round_value, spell_metric
 
 if TYPE_CHECKING:

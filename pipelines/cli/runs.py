@@ -240,7 +240,7 @@ def _comparison_table(found: Comparison) -> Table:
     from rich.text import Text
 
     from flotilla.pipelines.cli.display import Table
-    from flotilla.trainer.events.progress.durations import duration
+    from flotilla.trainer.events.progress import duration
     from flotilla.trainer.report.wording import format_value, round_value, spell_metric
 
     lines = []

@@ -231,7 +231,7 @@ def _line(sweep: Sweep, trial: Trial) -> str:
     steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
     if trial.status == "running":
         return f"{begin} ...{steps}"
-    from flotilla.trainer.events.progress.durations import duration
+    from flotilla.trainer.events.progress import duration
 
     if trial.status == "done" and trial.last:
         value = _value(sweep, trial.last)

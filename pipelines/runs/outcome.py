@@ -22,7 +22,7 @@ from flotilla.components.table import (
 )
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
-from flotilla.trainer.events.progress.durations import time_at_work
+from flotilla.trainer.events.progress import time_at_work
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.wording import spell_metric

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 from flotilla.trainer.events import WorkProgress, listen
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 
 
 @contextmanager

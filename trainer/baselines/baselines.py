@@ -45,7 +45,7 @@ from flotilla.trainer.baselines.rows import (
     training_rows,
 )
 from flotilla.trainer.data.read import stage_shards
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.tasks.base import Floats, Task
 from flotilla.trainer.tasks.regression import Regression

@@ -28,7 +28,7 @@ from flotilla.trainer.data.builders.builder_source import BuilderSource
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from flotilla.trainer.data.source import Source
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError

@@ -19,7 +19,7 @@ from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.evaluation.predictions import Answer, Predictions, measure_predictions
 from flotilla.trainer.evaluation.signature import SERVING, describe_inputs
 from flotilla.trainer.evaluation.threshold import read_thresholds
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.class_names import are_same
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.promotion.registry import read_labels

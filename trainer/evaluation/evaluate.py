@@ -46,7 +46,7 @@ from flotilla.trainer.evaluation.program_model.outputs import describe_taken
 from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.dataset_spec import DatasetSpec, slice_features
 from flotilla.trainer.models import choice, registry

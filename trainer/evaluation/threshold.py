@@ -20,7 +20,7 @@ import tensorflow as tf
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation.predictions import make_forward
 from flotilla.trainer.evaluation.signature import map_outputs
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
 from flotilla.trainer.tasks.binary_classification import Threshold

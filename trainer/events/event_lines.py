@@ -9,9 +9,8 @@ from typing import Any
 
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, WorkProgress
-from flotilla.trainer.events.progress.durations import duration
-from flotilla.trainer.events.progress.wording import format_line as work_line
-from flotilla.trainer.events.progress.work import LOG_SECONDS
+from flotilla.trainer.events.progress import LOG_SECONDS, duration
+from flotilla.trainer.events.progress import format_line as work_line
 
 # Minimum time between two progress lines, in seconds.
 LINE_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 from flotilla.trainer import events
 from flotilla.trainer.events import Event
-from flotilla.trainer.events.progress.wording import format_line
+from flotilla.trainer.events.progress import format_line
 
 #: Kinds of events that records and the report show in addition to the ends of steps.
 INCIDENTS = (

@@ -27,7 +27,7 @@ from flotilla.trainer.cluster import child_process
 from flotilla.trainer.config.main_metric import LOSS
 from flotilla.trainer.embeddings.embedding_table import shrink
 from flotilla.trainer.evaluation.signature import SERVING
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.export.formats import (
     FORMATS,
     Answers,

@@ -18,7 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.prediction.answers import make_columns, unsound
 from flotilla.trainer.prediction.exported_model import ExportedModel, fetch_model
 from flotilla.trainer.prediction.inputs import (

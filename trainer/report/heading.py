@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.program import count_tasks, describe_program, own_roles
-from flotilla.trainer.events.progress.durations import duration, time_at_work
+from flotilla.trainer.events.progress import duration, time_at_work
 from flotilla.trainer.features.length import examples_of_step, format_epochs, is_resolved
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.programs import programs

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from flotilla.trainer.config.main_metric import MainMetric
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.charts import number
 from flotilla.trainer.report.rules import CONSTANT, MARGIN, because
 from flotilla.trainer.report.wording import (

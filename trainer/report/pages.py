@@ -6,7 +6,7 @@ from pathlib import Path
 
 import jinja2
 
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.rules import sentence
 from flotilla.trainer.report.wording import (
     format_value,

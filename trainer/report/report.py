@@ -46,7 +46,7 @@ import yaml
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.program import hide_environment
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report import heading, headline, pages, views
 from flotilla.trainer.report.charts import is_constant, line_chart
 from flotilla.trainer.report.rules import sentence

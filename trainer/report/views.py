@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flotilla.trainer.config.main_metric import LOSS, VALIDATION, MainMetric, main_first
-from flotilla.trainer.events.progress.durations import duration, join_tries
+from flotilla.trainer.events.progress import duration, join_tries
 from flotilla.trainer.report import headline
 from flotilla.trainer.report.charts import Chart, line_chart, number
 from flotilla.trainer.report.wording import capital, shorten_name, side_by_side, title_metric

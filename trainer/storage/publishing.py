@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage import local

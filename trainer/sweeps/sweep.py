@@ -13,7 +13,7 @@ from flotilla.trainer.config.load import override, parse_config
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import SHARES
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report import report
 from flotilla.trainer.report.wording import round_value, spell_metric
 from flotilla.trainer.runtime.errors import ConfigError

@@ -32,7 +32,7 @@ from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckp
 from flotilla.trainer.checkpoints.decisions import Interval, SaveInterval
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config, TrainingConfig
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.optimizers.averaging import begin_averages, swap_averages
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,

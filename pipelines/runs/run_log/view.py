@@ -19,7 +19,7 @@ from flotilla.trainer.events.event_lines import (
     format_metrics,
     format_reached,
 )
-from flotilla.trainer.events.progress.durations import duration
+from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.wording import key_metrics, round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import mask, one_line

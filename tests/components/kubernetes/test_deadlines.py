@@ -12,8 +12,7 @@ from flotilla.components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
 from flotilla.components.tfjob.engine import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
-from flotilla.trainer.events import WorkProgress
-from flotilla.trainer.events.progress import work
+from flotilla.trainer.events import WorkProgress, progress
 from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, watching_attempt
 from tests.kubernetes import pods
@@ -324,7 +323,7 @@ class TestStart:
 
 def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypatch):
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
-    monkeypatch.setattr(work, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     seen = []
 
     def take(event):

@@ -22,7 +22,7 @@ import requests
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core.utils import tqdm_utils
 
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 from flotilla.trainer.runtime.user_code import find_place, format_error, short_message
 

@@ -28,7 +28,7 @@ from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
 from flotilla.trainer.data.png import encode
 from flotilla.trainer.data.shapes import Fit, Leaf
 from flotilla.trainer.data.source import Batch, Part, Source
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.runtime import user_code

@@ -28,7 +28,7 @@ from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
 from flotilla.trainer.data.roles import LABELS, ColumnRoles
 from flotilla.trainer.data.source import Batch, Part, Source
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name

@@ -23,7 +23,7 @@ from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.images import UndecodableError
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError
 
 # Maximum number of distinct timestamps for splits. With more, neighbors are merged.

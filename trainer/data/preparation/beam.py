@@ -24,7 +24,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.code import bundle
 from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data.source import Part, Source
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest

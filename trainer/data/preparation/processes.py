@@ -22,7 +22,7 @@ from pathlib import Path
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation.parts import map_part
 from flotilla.trainer.data.source import Part, Source
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import cores
 from flotilla.trainer.runtime.errors import UserError
 

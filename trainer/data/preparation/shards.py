@@ -25,7 +25,7 @@ from flotilla.trainer.data.preparation.parts import Chunk, Sums, list_chunks, re
 from flotilla.trainer.data.source import Source
 from flotilla.trainer.data.splits import shard_counts
 from flotilla.trainer.data.tfrecords import frame_record
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SPLITS, shard_name
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.statistics import statistics

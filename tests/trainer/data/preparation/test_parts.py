@@ -17,7 +17,7 @@ from flotilla.trainer.data.preparation.parts import Sums, list_chunks, map_part,
 from flotilla.trainer.data.preparation.processes import map_parts
 from flotilla.trainer.data.preparation.shards import ShardWriter, assemble
 from flotilla.trainer.data.source import Batch
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.preparation.numbers import Numbers

@@ -14,7 +14,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation import processes
 from flotilla.trainer.data.preparation.processes import map_parts
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.works import works
 

@@ -1,4 +1,4 @@
-"""Tests that only long work reports progress, at regular intervals and without a wrong total."""
+"""Tests the format of durations and progress, and that only long work reports progress."""
 
 import logging
 import math
@@ -7,9 +7,15 @@ import threading
 import pytest
 
 from flotilla.trainer import events
-from flotilla.trainer.events.progress import work as module
-from flotilla.trainer.events.progress.wording import format_parts
-from flotilla.trainer.events.progress.work import Work
+from flotilla.trainer.events import WorkProgress, progress
+from flotilla.trainer.events.progress import (
+    Work,
+    duration,
+    format_line,
+    format_parts,
+    join_tries,
+    time_at_work,
+)
 
 
 class Clock:
@@ -41,7 +47,7 @@ def clock():
 def file(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setattr(module, "Loop", NoLoop)
+    monkeypatch.setattr(progress, "Loop", NoLoop)
     monkeypatch.setattr(Work, "_ended_at", -math.inf)
     return path
 
@@ -159,8 +165,57 @@ def test_the_log_has_a_plain_line_every_half_minute(clock, monkeypatch, caplog):
 
 def test_the_thread_looks_by_itself(tmp_path, monkeypatch):
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
-    monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
-    monkeypatch.setattr(module, "LIVE_SECONDS", 0.001)
+    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LIVE_SECONDS", 0.001)
     seen = threading.Event()
     with events.listen(lambda _event: seen.set()), Work("reading"):
         assert seen.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        ({"done": 43_000_000, "total": 1_000_000_000, "unit": "bytes", "share": 0.043},
+         "uploading: 4 %  43/1,000 MB"),
+        ({"done": 9_500, "total": 12_000, "unit": "bytes", "share": 0.79, "rate": 400.0},
+         "uploading: 79 %  9.5/12 kB  400 B/s"),
+        ({"seconds": 42.0}, "uploading: 42 s"),
+        ({"done": 3, "total": 5, "unit": "tasks", "detail": "worker-1 has no node"},
+         "uploading: 3/5 tasks  worker-1 has no node"),
+        ({"seconds": 42.0, "is_over": True}, "uploading: done, 42 s"),
+        ({"share": 0.9999, "done": 9, "unit": "rows", "rate": 0.5},
+         "uploading: 99 %  9 rows  0.5 rows/s"),
+    ],
+)  # fmt: skip
+def test_a_line_has_what_is_known(event, line):
+    assert format_line(WorkProgress(what="uploading", **event)) == line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"), (0.04, "0.0 s"), (7.25, "7.2 s"), (9.94, "9.9 s"), (9.96, "10 s"),
+        (59.4, "59 s"), (59.6, "1 min 00 s"), (63.0, "1 min 03 s"), (3599.7, "1 h 00 min"),
+        (3900, "1 h 05 min"), (172_800, "2 d 0 h"), (200_000, "2 d 7 h"),
+    ],
+)  # fmt: skip
+def test_each_unit_is_rounded_to_the_next_one(seconds, text):
+    assert duration(seconds) == text
+
+
+@pytest.mark.parametrize("seconds", [-1, None, math.nan, math.inf, "7", True])
+def test_what_is_no_time_is_a_dash(seconds):
+    assert duration(seconds) == "-"
+
+
+def test_the_time_before_a_step_is_tried_again_is_idle():
+    tries = [
+        ("prepare_data", 0.0, 10.0),
+        # The long time after this step is the wait for its retry.
+        ("train_model", 100.0, 130.0),
+        ("prepare_data", 1000.0, 1001.0),
+        ("train_model", 1002.0, 1020.0),
+    ]
+    assert join_tries(reversed(tries)) == [(0.0, 130.0), (1000.0, 1020.0)]
+    assert time_at_work(tries) == 150.0
+    assert time_at_work([]) == 0.0

@@ -1,4 +1,4 @@
-"""The progress of long work, which is counted in batches and reported at intervals.
+"""The progress of long work, which is counted in batches, and the format of progress and durations.
 
 A thread reports the counts twice a second to the run's event file, which a terminal follows, or
 every 30 seconds to the log if there is no such file. Work that ends before the first report is
@@ -11,13 +11,99 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Self
 
 from flotilla.trainer import events
 from flotilla.trainer.events import WorkProgress
-from flotilla.trainer.events.progress.wording import format_line
 from flotilla.trainer.runtime.background import Loop
+
+# Seconds per minute and minutes per hour, the number of seconds from which tenths are omitted, and
+# the number of hours from which days are shown.
+_SIXTY, _TENTHS, _DAYS = 60, 10, 48
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+
+
+def duration(seconds: object) -> str:
+    """Format seconds as `7.3 s`, `2 min 08 s`, `1 h 05 min` or `2 d 7 h`, or as `-` if invalid."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return "-"
+    if not 0 <= seconds < math.inf:
+        return "-"
+    if round(seconds, 1) < _TENTHS:
+        return f"{seconds:.1f} s"
+    if round(seconds) < _SIXTY:
+        return f"{round(seconds)} s"
+    minutes, rest = divmod(round(seconds), _SIXTY)
+    if minutes < _SIXTY:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, _SIXTY)
+    return f"{hours} h {minutes:02d} min" if hours < _DAYS else f"{hours // 24} d {hours % 24} h"
+
+
+def join_tries(tries: Iterable[tuple[str, float, float]]) -> list[tuple[float, float]]:
+    """Return the start and end of each period in which a run was working.
+
+    A try consists of the name of a step, its start and its end. If a step is tried again, the time
+    before the new try is idle, because the run was waiting to be resumed.
+    """
+    joined: list[tuple[float, float]] = []
+    seen: set[str] = set()
+    for step, began, ended in sorted(tries, key=itemgetter(1)):
+        if joined and (step not in seen or began <= joined[-1][1]):
+            joined[-1] = joined[-1][0], max(joined[-1][1], ended)
+        else:
+            joined.append((began, ended))
+            # Later steps may be tried again too, but they belong to the same period.
+            seen.clear()
+        seen.add(step)
+    return joined
+
+
+def time_at_work(tries: Iterable[tuple[str, float, float]]) -> float:
+    """Return the time for which a run was working, in seconds. See `join_tries`."""
+    return sum(ended - began for began, ended in join_tries(tries))
+
+
+def format_line(event: WorkProgress) -> str:
+    """Return the progress as a log line, with the parts that are known."""
+    if event.is_over:
+        counts = f"{format_counts(event)} in " if event.done else ""
+        return f"{event.what}: done, {counts}{duration(event.seconds)}"
+    return f"{event.what}: {'  '.join(format_parts(event)) or duration(event.seconds)}"
+
+
+def format_parts(event: WorkProgress) -> list[str]:
+    """Return the known parts: percentage, counts, rate, remaining time and current activity."""
+    found = [f"{math.floor(100 * event.share)} %"] if event.share >= 0 else []
+    if event.done or event.total:
+        found.append(format_counts(event))
+    if event.done and event.rate > 0:
+        unit, size = _scale(event.unit, event.rate)
+        found.append(f"{_amount(event.rate / size)} {unit}/s")
+    if event.seconds_left >= 0:
+        found.append(f"{duration(event.seconds_left)} left")
+    return [*found, event.detail] if event.detail else found
+
+
+def format_counts(event: WorkProgress) -> str:
+    """Return the completed count and the total, with their unit."""
+    done, total = float(event.done), float(event.total)
+    unit, size = _scale(event.unit, max(done, total))
+    of = f"/{_amount(total / size)}" if total else ""
+    return f"{_amount(done / size)}{of} {unit}"
+
+
+def _scale(unit: str, largest: float) -> tuple[str, float]:
+    if unit != "bytes":
+        return unit, 1.0
+    return next(each for each in _BYTES if largest >= _TENTHS * each[1] or each[1] == 1)
+
+
+def _amount(value: float) -> str:
+    return f"{value:,.0f}" if value >= _TENTHS or value == round(value) else f"{value:.1f}"
+
 
 # Seconds before the first report, and between reports to the file and to the log.
 QUIET_SECONDS, LIVE_SECONDS, LOG_SECONDS = 3.0, 0.5, 30.0

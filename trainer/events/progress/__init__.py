@@ -1,1 +1,0 @@
-"""The progress of long work: how it is counted and formatted."""
