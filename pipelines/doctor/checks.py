@@ -35,10 +35,10 @@ from flotilla.pipelines.runs.kfp_access import (
 from flotilla.pipelines.runs.kfp_client import health
 from flotilla.pipelines.runs.local import find_root
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods
+from flotilla.trainer import signing
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.probe import SILENT, Probe
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.hub import Hub

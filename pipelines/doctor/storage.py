@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from flotilla.components.kubernetes.api.client import RefusedError
 from flotilla.pipelines.doctor.cluster import Cluster
 from flotilla.pipelines.doctor.examination import Finding
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
 from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, find_endpoint
 from flotilla.trainer.storage.store import Trouble

@@ -23,7 +23,7 @@ from typing import Any
 
 import keras
 
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.config.program import hide_environment
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
@@ -59,7 +59,6 @@ from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.promotion import gate, kserve
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.signing import signing
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.objective import Objective
 

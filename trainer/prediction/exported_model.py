@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import RecordedInput, make_inputs
@@ -22,7 +22,6 @@ from flotilla.trainer.promotion.registry import read_kinds
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
-from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.errors import report_errors
 
 KIND = "model"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.class_names import are_same
 from flotilla.trainer.promotion import registry
@@ -27,7 +27,6 @@ from flotilla.trainer.report.headline import headline
 from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_record
-from flotilla.trainer.signing import signing
 from flotilla.trainer.tracking import addresses, promotions
 from flotilla.trainer.tracking.hub import PromotedModel
 from flotilla.trainer.tracking.promotions import is_champion_known

@@ -35,14 +35,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import OF_TWO_CLASSES
 from flotilla.trainer.promotion import kserve
 from flotilla.trainer.promotion.consensus import decide, find_decided
 from flotilla.trainer.promotion.gate import publish_json
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.json_records import parse_mapping, parse_number, parse_record
-from flotilla.trainer.signing import signing
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.retry import run_parallel

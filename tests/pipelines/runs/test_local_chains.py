@@ -17,7 +17,7 @@ from flotilla.components.records import run_store
 from flotilla.pipelines import models
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.runs import local
-from flotilla.trainer import events, storage
+from flotilla.trainer import events, signing, storage
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
@@ -26,7 +26,6 @@ from flotilla.trainer.events import AttemptBegin, Progress, StepEnd, WarmStart
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.signing import signing
 from flotilla.trainer.storage.local import locked
 from flotilla.trainer.storage.manifest import checksum
 from flotilla.trainer.tasks.registry import make_objective

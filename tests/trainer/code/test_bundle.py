@@ -1,4 +1,4 @@
-"""Tests that a code bundle is named after its content and published only once."""
+"""Tests that a code bundle is named after its content, published once, and noted by runs."""
 
 import json
 import os
@@ -11,11 +11,12 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.code import bundle
-from flotilla.trainer.code.collect import Collected, Found
+from flotilla.trainer.code.bundle import Collected, Found
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage.manifest import Manifest, checksum
+from tests.trainer.code.referred import referred
 
 
 @pytest.fixture
@@ -48,18 +49,9 @@ def test_the_same_content_is_the_same_bundle_whatever_else_differs(folder, root,
 
 
 def test_a_name_and_a_content_are_not_mixed_up():
-    assert bundle.compute_digest({"a": "1", "b": "2"}) == bundle.compute_digest(
-        {"b": "2", "a": "1"}
-    )
-    assert (
-        len(
-            {
-                bundle.compute_digest(each)
-                for each in ({"a": "1"}, {"a": "2"}, {"b": "1"}, {"a\n": "1"})
-            }
-        )
-        == 4
-    )
+    digest = bundle.compute_digest
+    assert digest({"a": "1", "b": "2"}) == digest({"b": "2", "a": "1"})
+    assert len(set(map(digest, ({"a": "1"}, {"a": "2"}, {"b": "1"}, {"a\n": "1"})))) == 4
 
 
 def test_two_at_once_publish_one(folder, root):
@@ -263,3 +255,32 @@ def test_a_module_that_is_not_in_it_is_not_sought_elsewhere(made):
     bundle.enter(made)
     with pytest.raises(ConfigError, match=r"put it in the folder of --code or on PYTHONPATH"):
         user_code.import_named("model.name", "unheard_of")
+
+
+def names(*letters):
+    return {letter * 64 for letter in letters}
+
+
+def uri(root, letter):
+    return storage.join(root, "code", letter * 64)
+
+
+def test_runs_and_schedules_refer_to_bundles(root):
+    assert referred(root) == set()
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    bundle.note_run(root, "digits-1", uri(root, "b"))
+    bundle.note_schedule(uri(root, "c"), "nightly")
+    bundle.note_schedule(uri(root, "c"), "weekly")
+    assert referred(root) == names("a", "b", "c")
+    bundle.forget_schedule(uri(root, "c"), "nightly")
+    bundle.forget_schedule(uri(root, "c"), "never was")
+    assert referred(root) == names("a", "b", "c")
+    bundle.forget_schedule(uri(root, "c"), "weekly")
+    assert referred(root) == names("a", "b")
+
+
+def test_a_damaged_note_hides_no_other(root):
+    bundle.note_run(root, "digits-1", uri(root, "a"))
+    storage.write_bytes(storage.join(root, "digits-2", "code.json"), b"{")
+    assert referred(root) == names("a")

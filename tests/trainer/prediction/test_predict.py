@@ -20,7 +20,7 @@ from flotilla.trainer.events import DataNote, listen
 from flotilla.trainer.prediction.predict import predict
 from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
+from flotilla.trainer.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
 from tests.stores.fixtures import bucket_name
 from tests.trainer.prediction import made_model
 from tests.trainer.signing.test_signing import key_pair

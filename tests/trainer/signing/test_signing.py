@@ -10,11 +10,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
 from flotilla.pipelines.doctor.storage import signatures
-from flotilla.trainer import storage
+from flotilla.trainer import signing, storage
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.signing import signing
-from flotilla.trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
+from flotilla.trainer.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
 from flotilla.trainer.storage.publishing import choose_store
 from tests.stores.fixtures import bucket_name
 

@@ -4,17 +4,17 @@ import os
 
 import pytest
 
-from flotilla.trainer.code import collect
+from flotilla.trainer.code import bundle
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 
 def paths(folder):
-    return [each.path for each in collect.collect(folder).files]
+    return [each.path for each in bundle.collect(folder).files]
 
 
 def refusal(folder, kind=ConfigError):
     with pytest.raises(kind) as refused:
-        collect.collect(folder)
+        bundle.collect(folder)
     line = str(refused.value)
     assert "\n" not in line
     return line
@@ -40,7 +40,7 @@ def test_secrets_are_left_out_and_named(folder):
     for name in (".env", "credentials", "sub/tls.pem", "credentials.py", ".ssh/id_ed25519"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
-    collected = collect.collect(folder)
+    collected = bundle.collect(folder)
     assert [each.path for each in collected.files] == [
         "blocks.py", "credentials.py", "sub/__init__.py",
     ]  # fmt: skip
@@ -51,8 +51,8 @@ def test_the_rules_of_the_user_come_last(folder):
     (folder / "ca.pem").touch()
     (folder / "data").mkdir()
     (folder / "data" / "rows.py").touch()
-    assert collect.collect(folder).modules_left_out == ["data"]
-    (folder / collect.IGNORE_FILE).write_text("!ca.pem\n!/data/\nsub/\n")
+    assert bundle.collect(folder).modules_left_out == ["data"]
+    (folder / bundle.IGNORE_FILE).write_text("!ca.pem\n!/data/\nsub/\n")
     assert paths(folder) == ["blocks.py", "ca.pem", "data/rows.py"]
 
 
@@ -73,7 +73,7 @@ def test_a_link_inside_the_folder_is_followed(folder):
 def test_any_other_link_is_refused_unless_it_is_left_out(folder, target, words):
     (folder / "again.py").symlink_to(target)
     assert words in refusal(folder)
-    (folder / collect.IGNORE_FILE).write_text("again.py\n")
+    (folder / bundle.IGNORE_FILE).write_text("again.py\n")
     assert paths(folder) == ["blocks.py", "sub/__init__.py"]
 
 
@@ -117,7 +117,7 @@ def test_too_much_is_refused_by_its_largest_files(folder):
 
 
 def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
-    monkeypatch.setattr(collect, "MOST_FILES", 5)
+    monkeypatch.setattr(bundle, "MOST_FILES", 5)
     (folder / "many").mkdir()
     for number in range(9):
         (folder / "many" / f"{number}.txt").touch()
@@ -125,7 +125,7 @@ def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
 
 
 def test_an_ignore_file_that_is_no_text_is_refused(folder):
-    (folder / collect.IGNORE_FILE).write_bytes(b"\xff\xfe\xff")
+    (folder / bundle.IGNORE_FILE).write_bytes(b"\xff\xfe\xff")
     assert refusal(folder).endswith(".flotillaignore: not UTF-8 text")
 
 
@@ -153,8 +153,7 @@ LINES = (
 
 
 def left_out(lines, path, *, is_folder=False):
-    rules = collect.Rules()
-    rules.add(lines, "here")
+    rules = bundle.Rules((line, "here") for line in lines)
     return bool(rules.leaving_out(path, is_folder=is_folder))
 
 
