@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flotilla.components.kfp_internals import make_component
-from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
+from flotilla.trainer.storage.uri import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
 

@@ -18,7 +18,7 @@ from flotilla.trainer.config.base import Section, Whole
 from flotilla.trainer.config.form import FIELDS
 from flotilla.trainer.config.load import parse_config, parse_value
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
+from flotilla.trainer.storage.uri import KFP_SECRET
 
 #: For each former parameter of the steps' pods: the compile option that replaces it, and the
 #: default of the parameter.

@@ -19,8 +19,7 @@ from flotilla.components.table import PREPARE, StepSpec
 from flotilla.trainer.config import kubernetes as pod_fields
 from flotilla.trainer.config.load import parse_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
-from flotilla.trainer.storage.uri import find_scheme
+from flotilla.trainer.storage.uri import KFP_SECRET, find_scheme
 
 
 def check_image(name: str) -> None:

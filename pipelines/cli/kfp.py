@@ -146,7 +146,7 @@ def submit(
     """Start a run on a KFP instance."""
     from flotilla.pipelines.runs.local import configuration
     from flotilla.pipelines.runs.submission import Submission, package_to_send
-    from flotilla.trainer.storage.s3_endpoint import plain_http_remark
+    from flotilla.trainer.storage.uri import plain_http_remark
 
     access = instance.access()
     submission = Submission(

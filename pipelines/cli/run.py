@@ -107,7 +107,7 @@ def _run(
 ) -> Answer:
     from flotilla.pipelines.cli import display, live
     from flotilla.pipelines.runs import local
-    from flotilla.trainer.storage.s3_endpoint import plain_http_remark
+    from flotilla.trainer.storage.uri import plain_http_remark
 
     options = local.RunOptions(
         pipeline=pipeline,

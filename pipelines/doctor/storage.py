@@ -13,9 +13,16 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
-from flotilla.trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, find_endpoint
 from flotilla.trainer.storage.store import Trouble
-from flotilla.trainer.storage.uri import Location, locate, speaks_s3
+from flotilla.trainer.storage.uri import (
+    BOTO_KEYS,
+    KFP_KEYS,
+    KFP_SECRET,
+    Location,
+    find_endpoint,
+    locate,
+    speaks_s3,
+)
 
 _LOGINS = {
     "gs": "gcloud auth application-default login",

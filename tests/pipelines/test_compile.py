@@ -24,7 +24,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage.s3_endpoint import KFP_SECRET
+from flotilla.trainer.storage.uri import KFP_SECRET
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.pipelines.reused import RUN, loaded, pipeline_of
 

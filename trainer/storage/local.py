@@ -19,15 +19,16 @@ import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 from flotilla.trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
+from flotilla.trainer.storage.retry import wait_until
 from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, count_nothing
 from flotilla.trainer.storage.uri import local_path, uri_of
-from flotilla.trainer.storage.waiting import wait_until
 
 # Maximum time to wait for a lock, and the interval between two attempts, in seconds.
 LOCK_SECONDS, LOCK_POLL = 15.0, 0.02
@@ -44,12 +45,11 @@ class NotAFileError(OSError):
         super().__init__(number, words, path)
 
 
+@dataclass
 class FileStore:
-    """Local disks and mounted file systems."""
+    """Local disks and mounted file systems. `count` is called with the number of bytes copied."""
 
-    def __init__(self, count: Count = count_nothing) -> None:
-        """Store `count`, which is called with the number of bytes copied."""
-        self.count = count
+    count: Count = count_nothing
 
     def read(self, uri: str) -> bytes:
         """Return the content of one file. Raises `NotAFileError` for a folder, pipe or device."""
@@ -107,7 +107,10 @@ class FileStore:
         return data, tag_of(before, path.stat())
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy, verify and flush the files in a staging folder, and rename the folder to `uri`."""
+        """Copy, verify and flush the files in a staging folder, and rename the folder to `uri`.
+
+        Returns None, and changes nothing, if `uri` already has a manifest.
+        """
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:

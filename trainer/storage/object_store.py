@@ -19,9 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
-
-import google_crc32c
+from typing import TYPE_CHECKING, TypeVar
 
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import StoreError
@@ -38,18 +36,22 @@ from flotilla.trainer.storage.retry import Retry, describe, run_parallel
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     UPLOAD_MARK,
-    Bucket,
     ChangedError,
     Count,
     ListedFile,
     Retrying,
     Sink,
     Stored,
-    TooLargeError,
     Trouble,
     count_nothing,
 )
 from flotilla.trainer.storage.uri import join, locate
+
+if TYPE_CHECKING:
+    from flotilla.trainer.storage.gcs import GcsBucket
+    from flotilla.trainer.storage.s3 import S3Bucket
+
+    Bucket = GcsBucket | S3Bucket
 
 # Age of an object, in seconds, after which its writer is assumed to be dead.
 ORPHAN_SECONDS = 24 * 3600.0
@@ -145,39 +147,41 @@ class ObjectStore:
     def create(self, uri: str, data: bytes) -> bool:
         """Create one object if it is missing. Return whether it was created."""
         # Check for an existing object first, because some stores have no conditional writes.
-        return not self._exists(uri) and self._create(uri, data)
+        return self._stat(uri) is None and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
         """Return the checksum that the store computed, or read the object to compute it."""
         with self._translate(uri):
-            read_checksum = self._bucket.read_checksum(_key(uri))
-            if read_checksum:
-                return read_checksum
-            meter = _Meter()
-            self._bucket.read_into(_key(uri), _Counted(meter, self._retry.progress))
-            return meter.checksum()
+            if known := self._bucket.read_checksum(_key(uri)):
+                return known
+            sink = Sink(None, self._retry.progress)
+            self._bucket.read_into(_key(uri), sink)
+            return sink.checksum
 
     def download(self, uri: str, target: Path) -> str:
         """Copy one object to a local path, and return its tag."""
         with target.open("wb") as file:
-            return self._read_object(uri, _Counted(file, self._counted))
+            return self._read_object(uri, Sink(file, self._counted))
 
     def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
         """Return the content and tag of one object. Raises `TooLargeError` beyond `most` bytes."""
         file = io.BytesIO()
-        tag = self._read_object(uri, _Counted(file, self._counted, most))
+        tag = self._read_object(uri, Sink(file, self._counted, most))
         return file.getvalue(), tag
 
     def _counted(self, count: int) -> None:
         self.count(count)
         self._retry.progress(count)
 
-    def _read_object(self, uri: str, file: _Counted) -> str:
+    def _read_object(self, uri: str, sink: Sink) -> str:
         with self._translate(uri):
-            return self._bucket.read_into(_key(uri), file) or file.crc32c
+            return self._bucket.read_into(_key(uri), sink) or sink.checksum.crc32c
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Upload the files in parallel, then create the manifest and delete unlisted objects."""
+        """Upload the files in parallel, then create the manifest and delete unlisted objects.
+
+        Returns the manifest, which tells where the files are stored, or None if `uri` has another.
+        """
         there = self._below(uri)
         if MANIFEST in there:
             return None
@@ -267,7 +271,7 @@ class ObjectStore:
         """Remove the manifests first, then the other objects in parallel."""
         below = self._below(uri)
         manifests = [path for path in below if path.rpartition("/")[2] == MANIFEST]
-        itself = self._exists(uri)
+        itself = self._stat(uri)
         if not below and not itself:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if itself:
@@ -324,9 +328,6 @@ class ObjectStore:
         is_created = self._create(uri, data)
         self.count(entry.bytes)
         return is_created
-
-    def _exists(self, uri: str) -> bool:
-        return self._stat(uri) is not None
 
     def _stat(self, uri: str) -> Stored | None:
         try:
@@ -411,47 +412,6 @@ class ObjectStore:
             absent = self._bucket.judge(error) in (Trouble.ABSENT, Trouble.NO_BUCKET)
             return Trouble.NO_BUCKET if absent else Trouble.ABSENT
         return Trouble.ABSENT
-
-
-class _Counted:
-    """A file that counts the bytes written to it, and rejects more than `most` (0: no limit)."""
-
-    def __init__(self, file: Sink, count: Count, most: int = 0) -> None:
-        self._file, self._count, self._most = file, count, most
-        self.flush, self.tell = file.flush, file.tell
-        self._crc = 0
-
-    @property
-    def crc32c(self) -> str:
-        return f"{self._crc:08x}"
-
-    def write(self, data: bytes, /) -> int:
-        if self._most and self.tell() + len(data) > self._most:
-            raise TooLargeError(self._most)
-        self._count(len(data))
-        self._crc = google_crc32c.extend(self._crc, data)
-        return self._file.write(data)
-
-
-class _Meter:
-    """A file that discards the data written to it, and keeps only their size and crc32c."""
-
-    def __init__(self) -> None:
-        self._bytes = self._crc = 0
-
-    def write(self, data: bytes, /) -> int:
-        self._crc = google_crc32c.extend(self._crc, data)
-        self._bytes += len(data)
-        return len(data)
-
-    def flush(self) -> None:
-        """Do nothing, because nothing is buffered."""
-
-    def tell(self) -> int:
-        return self._bytes
-
-    def checksum(self) -> Checksum:
-        return Checksum(self._bytes, f"{self._crc:08x}")
 
 
 def _tag(stored: Stored) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError, nearest
@@ -35,10 +35,21 @@ from flotilla.trainer.storage.manifest import (
 )
 from flotilla.trainer.storage.object_store import ObjectStore
 from flotilla.trainer.storage.retry import run_parallel
-from flotilla.trainer.storage.s3_endpoint import find_endpoint
-from flotilla.trainer.storage.store import Bucket, Count, Retrying, Store, count_nothing
-from flotilla.trainer.storage.uri import SCHEMES, Location, find_scheme, join, local_path, locate
+from flotilla.trainer.storage.store import Count, Retrying, count_nothing
+from flotilla.trainer.storage.uri import (
+    SCHEMES,
+    Location,
+    find_endpoint,
+    find_scheme,
+    join,
+    local_path,
+    locate,
+)
 
+if TYPE_CHECKING:
+    from flotilla.trainer.storage.object_store import Bucket
+
+Store = FileStore | ObjectStore
 _log = logging.getLogger(__name__)
 
 
@@ -59,10 +70,7 @@ def publish(
             store = choose_store(uri, work.add)
             if not is_published(uri) and (placed := store.place(uri, directory, manifest)):
                 return placed
-    there = read_manifest(uri)
-    if there.same_content(manifest):
-        return there
-    raise _conflict(uri, there, manifest)
+    return _read_same(uri, manifest)
 
 
 @contextmanager
@@ -94,12 +102,7 @@ def commit(
     manifest = Manifest(kind, tuple(files), fields)
     with report_errors(f"publish {uri}"):
         placed = choose_store(uri).commit(draft, uri, manifest)
-    if placed:
-        return placed
-    there = read_manifest(uri)
-    if there.same_content(manifest):
-        return there
-    raise _conflict(uri, there, manifest)
+    return placed or _read_same(uri, manifest)
 
 
 def read_manifest(uri: str) -> Manifest:
@@ -394,8 +397,12 @@ def _entry(directory: Path, path: Path) -> FileEntry:
     return FileEntry(name, found.bytes, found.crc32c)
 
 
-def _conflict(uri: str, there: Manifest, new: Manifest) -> Conflict:
-    return Conflict(
+def _read_same(uri: str, new: Manifest) -> Manifest:
+    """Return the manifest at `uri`. Raises `Conflict` if its content differs from that of `new`."""
+    there = read_manifest(uri)
+    if there.same_content(new):
+        return there
+    raise Conflict(
         f"{uri} is already published with different content ({_difference(there, new)}): delete it "
         "first, or publish elsewhere"
     )
@@ -415,9 +422,11 @@ def _difference(there: Manifest, new: Manifest) -> str:
 
 
 def choose_store(uri: str, count: Count = count_nothing) -> Store:
-    """Return the store for `uri`, for one operation. Raises `UserError`.
+    """Return the store for `uri`, for one operation, whose requests share one deadline.
 
-    `count` is called with the number of bytes copied since the last call.
+    The methods of all stores are thread-safe. Those that need an existing file raise
+    `FileNotFoundError` if there is none, and another `OSError` if the storage fails. `count` is
+    called with the number of bytes copied since the last call. Raises `UserError`.
     """
     if find_scheme(uri) == "file":
         return FileStore(count)

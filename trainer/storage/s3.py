@@ -24,7 +24,6 @@ from botocore.response import StreamingBody
 from flotilla.trainer.storage import store
 from flotilla.trainer.storage.manifest import Checksum
 from flotilla.trainer.storage.retry import THREADS
-from flotilla.trainer.storage.s3_endpoint import Endpoint, kfp_credentials
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
@@ -41,6 +40,7 @@ from flotilla.trainer.storage.store import (
     list_pages,
     tls_trouble,
 )
+from flotilla.trainer.storage.uri import Endpoint, kfp_credentials
 
 Result = TypeVar("Result")
 _MAX_PARTS = 10_000

@@ -1,16 +1,16 @@
-"""The interfaces of a store of directories, and of a bucket of objects."""
+"""What the stores of all schemes share: listings, downloads, errors and retried requests."""
 
 from __future__ import annotations
 
 import enum
 import ssl
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
-from flotilla.trainer.storage.manifest import Checksum, FileEntry, Manifest
+import google_crc32c
+
+from flotilla.trainer.storage.manifest import Checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,72 +33,6 @@ Count = Callable[[int], None]
 
 def count_nothing(_bytes: int) -> None:
     """Ignore the count."""
-
-
-class Store(Protocol):
-    """The storage of one scheme, for one operation. All its requests share one deadline.
-
-    Methods that need an existing file raise `FileNotFoundError` if there is none. All methods raise
-    another `OSError` if the storage fails. All methods are thread-safe. `count` is called with the
-    number of bytes copied.
-    """
-
-    count: Count
-
-    def read(self, uri: str) -> bytes:
-        """Return the content of one file."""
-
-    def write(self, uri: str, data: bytes) -> None:
-        """Create or replace one file atomically."""
-
-    def create(self, uri: str, data: bytes) -> bool:
-        """Create one file atomically if it does not exist. Return whether it was created."""
-
-    def checksum(self, uri: str) -> Checksum:
-        """Return the size and crc32c of one file as stored."""
-
-    def download(self, uri: str, target: Path) -> str:
-        """Copy one file to a local path in an existing folder, and return its tag.
-
-        The tag equals the tag in a listing unless the file has changed since.
-        """
-
-    def read_tagged(self, uri: str, most: int) -> tuple[bytes, str]:
-        """Return the content and tag of one file. Raises `TooLargeError` beyond `most` bytes."""
-
-    def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy the files in `manifest` from `source` to `uri`, verify them, and write the manifest.
-
-        Returns the written manifest, which tells where the files are stored. If `uri` already has a
-        manifest, readers see no change, and the result is None.
-        """
-
-    def draft(self, uri: str) -> AbstractContextManager[str]:
-        """Return the location for the files of a later publication. See `publishing.draft`."""
-
-    def add(self, draft: str, path: Path, name: str) -> FileEntry:
-        """Move a local file into a draft and verify it there. Any process may call this."""
-
-    def commit(self, draft: str, uri: str, manifest: Manifest) -> Manifest | None:
-        """Publish, at `uri`, the files in its draft that `manifest` lists. See `place`."""
-
-    def children(self, uri: str) -> list[str]:
-        """Return the decoded names directly below a URI, sorted, without hidden ones."""
-
-    def files(self, uri: str) -> Iterator[ListedFile]:
-        """Yield the files at and below a URI, in any order, while the listing is in progress."""
-
-    def remove(self, uri: str) -> None:
-        """Remove a file, or a directory with all its files. The manifest is removed first."""
-
-    def discard(self, uri: str) -> None:
-        """Remove one file if it exists, without a listing."""
-
-    def sweep(self, uri: str) -> list[str]:
-        """Remove orphans of dead writers in and below `uri`, and return their URIs."""
-
-    def read_clock(self, uri: str) -> float:
-        """Return the Unix time of the storage. `uri` is an existing folder or a prefix."""
 
 
 Result = TypeVar("Result")
@@ -149,17 +83,39 @@ class Stored:
     writer: str | None = field(default=None, compare=False)
 
 
-class Sink(Protocol):
-    """The destination of a download. `tell` returns the number of bytes received."""
+class Sink:
+    """The destination of a download, which counts the bytes and computes their crc32c.
+
+    Without a file, it discards the bytes. It rejects more than `most` bytes (0: no limit).
+    """
+
+    def __init__(self, file: BinaryIO | None, count: Count, most: int = 0) -> None:
+        """Store the arguments. `count` is called with the size of each block."""
+        self._file, self._count, self._most = file, count, most
+        self._bytes = self._crc = 0
+
+    @property
+    def checksum(self) -> Checksum:
+        """The size and crc32c of the bytes so far."""
+        return Checksum(self._bytes, f"{self._crc:08x}")
 
     def write(self, data: bytes, /) -> int:
         """Write the next bytes."""
+        if self._most and self._bytes + len(data) > self._most:
+            raise TooLargeError(self._most)
+        self._count(len(data))
+        self._crc = google_crc32c.extend(self._crc, data)
+        self._bytes += len(data)
+        return self._file.write(data) if self._file else len(data)
 
     def tell(self) -> int:
         """Return the number of bytes written."""
+        return self._bytes
 
     def flush(self) -> None:
         """Write buffered bytes."""
+        if self._file:
+            self._file.flush()
 
 
 class Retrying(Protocol):
@@ -167,56 +123,6 @@ class Retrying(Protocol):
 
     def __call__(self, request: Callable[[], Result], /) -> Result:
         """Return the result of `request`."""
-
-
-class Bucket(Protocol):
-    """One bucket. Requests go through a `Retrying`. Their errors are classified by `judge`."""
-
-    remedies: Mapping[Trouble, str]
-
-    def get(self, key: str) -> bytes:
-        """Return the content of an object."""
-
-    def read_into(self, key: str, file: Sink) -> str:
-        """Write the content of an object to an empty file, even if connections drop.
-
-        Returns the store's checksum of the content, or an empty string if the store reports none.
-        """
-
-    def put(self, key: str, data: bytes) -> None:
-        """Create or replace an object."""
-
-    def create(self, key: str, data: bytes, writer: str) -> None:
-        """Create and verify an object if it does not exist. Its metadata records `writer`."""
-
-    def create_from(
-        self, key: str, path: Path, expected: Checksum, writer: str, count: Count
-    ) -> None:
-        """Create an object from a file of any size. Raises `ChangedError` if the file changed."""
-
-    def stat(self, key: str) -> Stored:
-        """Return the description of one object, with its writer."""
-
-    def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Return whether an object has the content of a file."""
-
-    def read_checksum(self, key: str) -> Checksum | None:
-        """Return the checksum that the store itself computed for an object, or None."""
-
-    def walk(self, prefix: str) -> Iterator[Stored]:
-        """Yield all objects whose key begins with `prefix`, ordered by key, page by page."""
-
-    def names(self, prefix: str) -> list[str]:
-        """Return the names directly below `prefix`, in order."""
-
-    def remove(self, key: str) -> None:
-        """Remove an object."""
-
-    def abort_upload(self, mark: str) -> None:
-        """Abort the upload that the mark with this key belongs to (see `UPLOAD_MARK`)."""
-
-    def judge(self, error: BaseException) -> Trouble:
-        """Classify an error."""
 
 
 class TooLargeError(ValueError):

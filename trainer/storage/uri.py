@@ -1,7 +1,9 @@
 """Storage URIs: `file:///path` (percent-encoded), `gs://`, `s3://` and `minio://`.
 
-A new scheme needs an entry in `SCHEMES` and a `Bucket` (`store.py`) that `publishing.choose_store`
-opens. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
+Also the endpoint and the credentials of the S3-compatible store that a URI names.
+
+A new scheme needs an entry in `SCHEMES` and a class like `gcs.GcsBucket` that `publishing._bucket`
+creates. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
 KFP's user interface in `pipelines/runs/kfp_nodes.py`.
 
 Keys in buckets are not encoded, except for `%25` and `%3F`, because a question mark begins the
@@ -12,12 +14,13 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
-from flotilla.trainer.runtime.masking import find_credentials
+from flotilla.trainer.runtime.masking import find_credentials, is_sent_openly
 
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
@@ -83,6 +86,7 @@ def locate(uri: str) -> Location:
     scheme = find_scheme(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
+    # Omit the query from the URI in messages, because an invalid option may be a secret.
     bare = _strip_query(uri)
     if not _BUCKET.fullmatch(bucket):
         raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is not the name of a bucket")
@@ -151,7 +155,6 @@ def check_path(uri: str) -> None:
     if local_path(uri) is None:
         bare = _strip_query(uri)
         _check_key(bare, bare.partition("://")[2].partition("/")[2])
-        # Omit the query from the URI in messages, because an invalid option may be a secret.
         _options(find_scheme(uri), bare, uri.partition("?")[2])
 
 
@@ -160,7 +163,6 @@ def require_uri(option: str, value: str) -> None:
     try:
         if local_path(value) is None:
             locate(value)
-        check_path(value)
     except UserError as error:
         raise ConfigError(f"{option}: {error}") from None
 
@@ -246,3 +248,76 @@ def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
 def _strip_query(uri: str) -> str:
     # Leave out the query, because it may contain a secret if the URI is mistyped.
     return uri.partition("?")[0]
+
+
+# The object store of a KFP instance in the namespace `kubeflow`.
+KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
+# The Kubernetes secret for KFP's object store, and the names of the keys in the secret.
+KFP_SECRET = "mlpipeline-minio-artifact"
+KFP_KEYS = ("accesskey", "secretkey")
+BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+# Environment variables that select credentials other than KFP's secret: a key, a role or a profile.
+_OTHERS = (
+    BOTO_KEYS[0], "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+)  # fmt: skip
+_AMAZON = re.compile(r"\.amazonaws\.com(\.cn)?$")
+_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The connection settings of a store. For empty fields, boto3 chooses a value.
+
+    `kfp_secret` indicates whether the keys of KFP's secret may be used: for `minio://`, and for
+    `s3://` with an endpoint that is not Amazon's.
+    """
+
+    url: str = ""
+    region: str = ""
+    path_style: bool = False
+    kfp_secret: bool = False
+
+
+def find_endpoint(location: Location) -> Endpoint:
+    """Return the endpoint from the URI or, failing that, from the environment or the default."""
+    minio = location.scheme == "minio"
+    given = {f"the endpoint of {location.home}": _add_scheme(location)}
+    given |= {name: os.environ.get(name, "") for name in _VARIABLES}
+    found = next((web_address(url, where) for where, url in given.items() if url), "")
+    url = found or (KFP_ENDPOINT if minio else "")
+    return Endpoint(
+        url=url,
+        region=location.option("region"),
+        path_style=bool(url) or location.is_on("s3ForcePathStyle", "use_path_style"),
+        kfp_secret=minio or (bool(url) and not _AMAZON.search(urlsplit(url).hostname or "")),
+    )
+
+
+def plain_http_remark(uri: str) -> str:
+    """Return a warning if data at a URI is sent unencrypted, or an empty string."""
+    if not speaks_s3(uri):
+        return ""
+    url = find_endpoint(locate(uri)).url
+    if url == KFP_ENDPOINT or not is_sent_openly(url):
+        return ""
+    return (
+        f"{url} uses plain HTTP: others on the network can read the data and session tokens; "
+        "use https"
+    )
+
+
+def kfp_credentials() -> Mapping[str, str]:
+    """Return the keys of KFP's secret, or {} if the environment selects other credentials."""
+    keys = [os.environ.get(name, "") for name in KFP_KEYS]
+    if not all(keys) or any(map(os.environ.get, _OTHERS)):
+        return {}
+    return {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1]}
+
+
+def _add_scheme(location: Location) -> str:
+    endpoint = location.option("endpoint")
+    if not endpoint or "://" in endpoint:
+        return endpoint
+    plain = location.is_on("disableSSL", "disable_https")
+    return f"{'http' if plain else 'https'}://{endpoint}"

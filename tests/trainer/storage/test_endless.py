@@ -13,9 +13,8 @@ from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import gcs, object_store, retry, s3
 from flotilla.trainer.storage.errors import StoreUnavailable
-from flotilla.trainer.storage.s3_endpoint import Endpoint, find_endpoint
 from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, list_pages
-from flotilla.trainer.storage.uri import locate
+from flotilla.trainer.storage.uri import Endpoint, find_endpoint, locate
 from tests.clocks import Clock
 from tests.stores.fixtures import bucket_name
 

@@ -16,8 +16,8 @@ from botocore import exceptions as boto
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import gcs, retry, s3
-from flotilla.trainer.storage.s3_endpoint import Endpoint
 from flotilla.trainer.storage.store import PART_BYTES, Trouble
+from flotilla.trainer.storage.uri import Endpoint
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.stores.link import FAULTS, PARTIAL, Link, link

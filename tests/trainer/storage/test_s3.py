@@ -12,14 +12,14 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import s3
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.s3 import client
-from flotilla.trainer.storage.s3_endpoint import (
+from flotilla.trainer.storage.uri import (
     KFP_ENDPOINT,
     Endpoint,
     find_endpoint,
     kfp_credentials,
+    locate,
     plain_http_remark,
 )
-from flotilla.trainer.storage.uri import locate
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.stores.s3_server import S3Server
