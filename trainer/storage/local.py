@@ -452,19 +452,19 @@ def _unlock(descriptor: int) -> None:
 
 def writer() -> str:
     """Return a globally unique identifier of this process, or "" on a system without `/proc`."""
-    return f"{_machine()}/{os.getpid()}/{_start_time(os.getpid())}" if _machine() else ""
+    return f"{_machine()}/{os.getpid()}/{start_time(os.getpid())}" if _machine() else ""
 
 
 def is_gone(text: str) -> bool:
     """Return whether the process that `text` identifies ran on this machine and has ended."""
     number, started = _here(text)
-    return bool(number) and _start_time(number) != started
+    return bool(number) and start_time(number) != started
 
 
 def is_living(text: str) -> bool:
     """Return whether the process that `text` identifies is running on this machine."""
     number, started = _here(text)
-    return bool(number) and _start_time(number) == started
+    return bool(number) and start_time(number) == started
 
 
 def _here(text: str) -> tuple[int, str]:
@@ -484,7 +484,8 @@ def _machine() -> str:
     return ""
 
 
-def _start_time(process: int) -> str:
+def start_time(process: int) -> str:
+    """Return the start time of a process in clock ticks, or "" if it has ended."""
     try:
         text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -26,7 +26,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
-from flotilla.trainer.telemetry.scalars import TensorBoardLog
+from flotilla.trainer.telemetry.tensorboard import TensorBoardLog
 
 # Interval between polls, in seconds. A store does not notify readers of new checkpoints.
 POLL_SECONDS = 1.0

@@ -23,7 +23,7 @@ from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.strategy import Problem
-from flotilla.trainer.telemetry.scalars import TensorBoardLog
+from flotilla.trainer.telemetry.tensorboard import TensorBoardLog
 
 log = logging.getLogger(__name__)
 MAX_ROWS = 2000

@@ -42,7 +42,7 @@ from flotilla.trainer.runtime.errors import (
 )
 from flotilla.trainer.runtime.signals import end_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
-from flotilla.trainer.telemetry.profiler import make_profiler
+from flotilla.trainer.telemetry.tensorboard import make_profiler
 from flotilla.trainer.training.callbacks import Callbacks
 from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_stream, read_origin
 from flotilla.trainer.training.recovery import Recovery

@@ -7,8 +7,8 @@ import pytest
 from flotilla.trainer.cluster.liveness import Peers
 from flotilla.trainer.cluster.process import STARTS
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.telemetry import task_watch
-from flotilla.trainer.telemetry.task_watch import TaskWatch
+from flotilla.trainer.telemetry import metrics
+from flotilla.trainer.telemetry.metrics import TaskWatch
 
 CHIEF = Task(role="chief", index=0)
 SERVER, FIRST, SECOND = (
@@ -124,7 +124,7 @@ def test_the_next_attempt_of_the_same_launcher_counts_on(reports, monkeypatch):
 def test_another_launcher_or_a_damaged_file_begins_at_zero(reports, monkeypatch, text):
     first = reports.watch()
     begun(first, monkeypatch)
-    path = reports.folder / task_watch.FILE
+    path = reports.folder / metrics.FILE
     if text is None:
         kept = json.loads(path.read_text())
         text = json.dumps({**kept, "launcher": "1 2"})
@@ -144,8 +144,8 @@ def test_an_attempt_that_fails_looks_once_more(reports, monkeypatch):
     watch = reports.watch()
     watch.note(Peers())
     monkeypatch.setattr(watch, "_watch", lambda: None)
-    monkeypatch.setattr(task_watch, "probe_peers", lambda *_: Peers(gone=(SERVER,)))
+    monkeypatch.setattr(metrics, "probe_peers", lambda *_: Peers(gone=(SERVER,)))
     with pytest.raises(KeyError), watch.watching():
         raise KeyError
     assert reports.last[0] == {"chief": 1, "worker": 2}
-    assert json.loads((reports.folder / task_watch.FILE).read_text())["lost"] == ["ps-0"]
+    assert json.loads((reports.folder / metrics.FILE).read_text())["lost"] == ["ps-0"]
