@@ -18,9 +18,8 @@ from typing import Any
 
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.process import require_gpus
-from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
+from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data import listing
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
 from flotilla.trainer.storage import patterns
@@ -41,11 +40,7 @@ class Checked:
 
 
 def check(
-    config: Config,
-    dataset: str = "",
-    *,
-    is_remote: bool = False,
-    seconds: float = fitting.SECONDS,
+    config: Config, dataset: str = "", *, is_remote: bool = False, seconds: float = fitting.SECONDS
 ) -> Checked:
     """Check a configuration, its data source and its model.
 
@@ -127,12 +122,11 @@ def remark_on_path(data: DataConfig) -> str:
 
 
 def _require_columns(data: DataConfig, scratch: Path) -> None:
-    found = listing.list_source(data)
-    taken = found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
     # Import these modules late, because they import Arrow, which takes half a second.
     from flotilla.trainer.data.files.file_pieces import one_format, select_pieces  # noqa: PLC0415
-    from flotilla.trainer.preflight.head import few_files  # noqa: PLC0415
+    from flotilla.trainer.preflight.head import few_files, list_files  # noqa: PLC0415
 
+    taken = list_files(data)
     form, _ = one_format(data, taken.files)
     # Skip TFRecord, because reading it imports TensorFlow, and JSON, because it has no header.
     if form not in ("csv", "parquet", "npz", "images"):

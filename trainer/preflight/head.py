@@ -1,22 +1,44 @@
-"""A sample of a data source: some of its files, and only the start of large ones."""
+"""A sample of a data source: some of its files, only the start of large ones, and their columns.
+
+This module imports Arrow, which takes half a second, but not TensorFlow.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from flotilla.trainer import storage
-from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.files.file_pieces import FilePieces, choose_reader
+from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
+from flotilla.trainer.data import listing
+from flotilla.trainer.data.files import column_scan, written_numbers
+from flotilla.trainer.data.files.file_pieces import (
+    FilePieces,
+    choose_reader,
+    one_format,
+    select_pieces,
+)
 from flotilla.trainer.data.files.formats.decompression import is_compressed, open_text
 from flotilla.trainer.data.files.formats.delimited import CsvReader
+from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.data.files.labels import read_label
 from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.data.roles import LABELS, format_names
+from flotilla.trainer.features.statistics.statistics import are_repeated
+from flotilla.trainer.models import choice
+from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.storage.uri import local_path
 
+# Maximum number of rows of a table to examine.
+ROWS = 10_000
+_LIKELY_LABELS = (*LABELS, "class", "y", "outcome", "churn", "survived", "price")
 # Maximum number of table files, approximate number of images in all class folders together, and
 # maximum number of class folders. At least one image is taken from each of these folders.
 _FILES = 8
@@ -126,3 +148,164 @@ def _end(head: bytes) -> int:
         quotes -= head.count(b'"', before, end)
         end = before
     return last
+
+
+def list_files(data: DataConfig) -> Listing:
+    """Return the files of the configured spans of a source."""
+    found = listing.list_source(data)
+    return found if data.spans == SINCE_CHAMPION else listing.select_spans(found, data.spans, {})
+
+
+def list_names(data: DataConfig, scratch: Path) -> list[str]:
+    """Return the columns of a source."""
+    pieces = choose_reader(data, list_files(data).files, scratch)
+    return list(pieces.header()[0]) if not pieces.is_listing else []
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Statistics of each column over the first rows, and whether the source has more rows."""
+
+    count: int
+    columns: Mapping[str, Any]
+    is_whole: bool
+    parsed: bool
+    form: str = ""
+    size: int = 0
+    has_splits: bool = False
+
+    def kind(self, name: str) -> str:
+        """Return the kind of a column, as `flotilla.trainer.models.choice` names it."""
+        scan = self.columns[name]
+        kinds = {*scan.kinds}
+        if "image" in kinds:
+            return choice.IMAGE
+        if "tensor" in kinds:
+            is_ordered = len(scan.shapes) > 1 or scan.tensor == "text"
+            return (
+                choice.SEQUENCE if is_ordered or choice.is_series(*scan.shapes) else choice.TENSOR
+            )
+        written = written_numbers.find_kind(scan.writing, texts=scan.kinds.get("text", 0))
+        if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
+            return choice.NUMBER
+        return choice.CATEGORY if are_repeated(len(scan.values), self.count) else choice.FREE_TEXT
+
+    def find_formatted(self, names: Sequence[str]) -> dict[str, str]:
+        """Return the type of each text column that has only formatted numbers of one unit."""
+        found = {}
+        for name in names:
+            scan = self.columns[name]
+            texts, whole = scan.kinds.get("text", 0), scan.kinds.get("int", 0)
+            kind = written_numbers.find_kind(scan.writing, texts=texts, whole=whole)
+            units = written_numbers.list_units(scan.writing)
+            per_cent = written_numbers.has_per_cent(scan.writing, plain=bool(whole))
+            is_mixed = len(units) > 1 or per_cent
+            is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
+            if kind and is_all and not is_mixed:
+                found[name] = kind
+        return found
+
+    def is_formatted(self, name: str) -> bool:
+        """Return whether all strings of a column are formatted numbers or dates, such as 3,25."""
+        scan = self.columns[name]
+        texts, writing = scan.kinds.get("text", 0), scan.writing
+        is_time = texts and texts in (writing.get("date"), writing.get("clock"))
+        return bool(is_time or written_numbers.find_kind(writing, texts=texts))
+
+    def read_classes(self, label: str, kind: str) -> Sequence[str]:
+        """Return the class names of a label with the configured type `kind`, or none."""
+        found = read_label(label, kind, self.columns[label], parsed=self.parsed)
+        return found.classes
+
+
+def examine(data: DataConfig, scratch: Path) -> Rows:
+    """Return the columns of the first rows of a source. Raises `UserError`."""
+    taken = list_files(data)
+    size = sum(each.size for each in taken.files)
+    form, _ = one_format(data, taken.files)
+    # Skip TFRecord files, because reading them imports TensorFlow.
+    few = few_files(data, taken, scratch) if form != "tfrecord" else None
+    if not few or not few.listing.files:
+        return Rows(0, {}, is_whole=False, parsed=False, size=size)
+    pieces = select_pieces(data, few.listing, scratch)
+    has_splits = any(each.split for each in pieces.files)
+    if pieces.is_listing:
+        folders = {each.path.rpartition("/")[0] for each in pieces.files}
+        return Rows(
+            len(taken.files), {}, is_whole=True, parsed=False, form="images",
+            size=size, has_splits=has_splits or len(folders) <= 1,
+        )  # fmt: skip
+    names, said = pieces.header()
+    if not data.map:
+        _require_label(data, names)
+        kept = pieces.roles(data, names, said).kept
+        said = tuple(each for each in names if each not in kept)
+    count, is_cut, scans = _scan(pieces, names, data.label)
+    is_cut = is_cut or few.is_part
+    if not count and not is_cut:
+        raise ConfigError(f"data.source: {data.source} has no rows; give files that have rows")
+    for scan in scans.values():
+        scan.lack(count)
+    return Rows(
+        count, {name: each for name, each in scans.items() if name not in said},
+        is_whole=not is_cut, parsed=pieces.reader.parsed, size=size, has_splits=has_splits,
+    )  # fmt: skip
+
+
+def _scan(
+    pieces: Any, names: Sequence[str], labels: Sequence[str]
+) -> tuple[int, bool, dict[str, Any]]:
+    """Return the number of rows read, whether there are more, and a scan of each column."""
+    scans: dict[str, column_scan.ColumnScan] = {}
+    count, is_cut = 0, False
+    for number in range(len(pieces.files)):
+        left = ROWS // len(pieces.files)
+        for rows in _blocks(pieces, names, number, left):
+            taken, left = rows.table.slice(0, left), left - len(rows.numbers)
+            is_cut = is_cut or left < 0
+            count += len(taken)
+            for name in taken.column_names:
+                new = column_scan.ColumnScan(most=column_scan.MOST_CLASSES, gathers=name in labels)
+                scan = scans.setdefault(name, new)
+                array = pa.chunked_array(taken[name]).combine_chunks()
+                if column_scan.get_kind(array.type):
+                    numbers = rows.numbers[: len(taken)]
+                    scan.add(array, number, numbers, parsed=pieces.reader.parsed)
+    return count, is_cut, scans
+
+
+def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterator[Any]:
+    """Yield blocks of a file's rows until they have more than `most` rows in total."""
+    reader = pieces.reader
+    columns = () if reader.varies else names
+    reader.at_once = min(reader.at_once, most) or reader.at_once
+    with pieces.local(number) as path:
+        for rows in pieces.rows(path, Piece(number), columns, lambda _number, _why: None):
+            yield rows
+            most -= len(rows.numbers)
+            if most < 0:
+                return
+
+
+def _require_label(data: DataConfig, names: Sequence[str]) -> None:
+    if not data.label and not any(each.lower() in LABELS for each in names):
+        raise ConfigError(
+            f"--label is missing: name the column of {data.source} to predict, perhaps "
+            f"{guess(names, data.source)!r} (one of {format_names(names)})"
+        )
+    for each in data.label:
+        if each not in names and not any(name.startswith(f"{each}/") for name in names):
+            hint = nearest(each, names) or f" (one of {format_names(names)})"
+            raise ConfigError(f"--label: there is no column {each!r} in {data.source}{hint}")
+
+
+def guess(names: Sequence[str], source: str) -> str:
+    """Return the column that is most likely the label."""
+    stem = re.sub(r"[^a-z]", "", Path(source).stem.lower())
+    for word in _LIKELY_LABELS:
+        if found := [each for each in names if each.lower() == word]:
+            return found[0]
+    of_source = [
+        each for each in names if re.sub(r"[^a-z]", "", each.lower()) in (stem, f"{stem}ed")
+    ]
+    return next(iter([*of_source, *reversed(names)]), "")

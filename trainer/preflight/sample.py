@@ -132,10 +132,7 @@ class _FirstRows(FileSource):
     def __init__(
         self, config: DataConfig, listing: Listing, scratch: Path, *, is_part: bool
     ) -> None:
-        """Read the files of a listing.
-
-        `is_part` indicates whether the source has more files or rows.
-        """
+        """Read a listing. `is_part` indicates whether the source has more files or rows."""
         super().__init__(config, listing, scratch)
         most = _PICTURES if "image" in self._said.values() else ROWS
         self._first = _FirstOf(self._files.reader, most)
@@ -203,7 +200,6 @@ class _FirstOf(Reader):
     """A reader that returns only the first records of each file."""
 
     def __init__(self, reader: Reader, most: int) -> None:
-        """Wrap `reader` and return at most `most` records of each file."""
         self.parsed, self.varies, self.lists = reader.parsed, reader.varies, reader.lists
         reader.at_once = min(reader.at_once, most) or reader.at_once
         self.is_cut = False
@@ -211,15 +207,12 @@ class _FirstOf(Reader):
         self._most = most
 
     def names(self, path: Path) -> tuple[str, ...]:
-        """Return the names from the wrapped reader."""
         return self._reader.names(path)
 
     def notes(self, path: Path) -> tuple[str, ...]:
-        """Return the notes of the wrapped reader."""
         return self._reader.notes(path)
 
     def index(self, path: Path) -> tuple[str, ...]:
-        """Return the index from the wrapped reader."""
         return self._reader.index(path)
 
     def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
@@ -242,7 +235,6 @@ class _FirstOf(Reader):
             yield taken
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
-        """Return the row number from the wrapped reader."""
         return self._reader.row(path, piece, number)
 
 

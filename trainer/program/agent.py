@@ -44,11 +44,15 @@ from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.topology import Cluster, Task, leader
 from flotilla.trainer.program import guard, layouts
 from flotilla.trainer.program.attempts import Attempts
-from flotilla.trainer.program.dataset import stage_dataset
 from flotilla.trainer.program.link import Link, Message
 from flotilla.trainer.program.metrics import Metrics, MetricsFile
 from flotilla.trainer.program.publication import Publisher, clear, fill, find_published
-from flotilla.trainer.program.task_folders import TaskFolders, guard_environment, make_start
+from flotilla.trainer.program.task_folders import (
+    TaskFolders,
+    guard_environment,
+    make_start,
+    stage_dataset,
+)
 from flotilla.trainer.runtime import signals, user_code
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import (

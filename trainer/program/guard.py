@@ -456,24 +456,12 @@ def main() -> None:
     """Parse the command line and run a program."""
     parser = argparse.ArgumentParser(prog="guard.py")
     parser.add_argument("--socket", required=True)
-    parser.add_argument(
-        "--wait",
-        type=float,
-        default=120.0,
-        help="seconds to wait for the first connection to the agent",
-    )
-    parser.add_argument(
-        "--reconnect",
-        type=float,
-        default=0.0,
-        help="seconds to wait for a new connection to the agent",
-    )
-    parser.add_argument(
-        "--grace",
-        type=float,
-        default=30.0,
-        help="seconds for the program to exit if there is no agent",
-    )
+    for name, default, words in (
+        ("--wait", 120.0, "seconds to wait for the first connection to the agent"),
+        ("--reconnect", 0.0, "seconds to wait for a new connection to the agent"),
+        ("--grace", 30.0, "seconds for the program to exit if there is no agent"),
+    ):
+        parser.add_argument(name, type=float, default=default, help=words)
     parser.add_argument("--termination", default="", help="file of the termination message")
     parser.add_argument(
         "--parent", type=int, default=0, help="id of the parent process, with which the guard exits"

@@ -23,12 +23,7 @@ from typing import Any
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.decisions import Retention
 from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile
-from flotilla.trainer.checkpoints.index import (
-    KIND,
-    list_checkpoints,
-    read_checkpoint,
-    read_index,
-)
+from flotilla.trainer.checkpoints.index import KIND, list_checkpoints, read_checkpoint, read_index
 from flotilla.trainer.checkpoints.log_files import LogFiles
 from flotilla.trainer.checkpoints.uploads import UploadQueue
 from flotilla.trainer.cluster.launcher import Job
@@ -125,8 +120,7 @@ class Publisher:
         self._uploads = UploadQueue()
         self._logs = LogFiles(folders.logs, storage.join(job.checkpoints, "logs"))
         self._retention = Retention(
-            newest=job.config.training.keep,
-            every_hours=job.config.training.keep_every_hours,
+            newest=job.config.training.keep, every_hours=job.config.training.keep_every_hours
         )
         self._seen: Stored | None = None
         self._known = self._read_known()

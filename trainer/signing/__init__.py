@@ -292,10 +292,7 @@ def _statement(
             },
             "runDetails": {
                 "builder": {"id": BUILD, "version": {"flotilla": version("kfp-flotilla")}},
-                "metadata": {
-                    "invocationId": str(lineage.get("run_id", "")),
-                    "finishedOn": created,
-                },
+                "metadata": {"invocationId": str(lineage.get("run_id", "")), "finishedOn": created},
             },
         },
     }

@@ -141,9 +141,7 @@ class DamagedInTransitError(Exception):
     """Data was damaged between this process and the store."""
 
 
-def list_pages(
-    page: Callable[[str | None], tuple[list[Result], str | None]],
-) -> Iterator[Result]:
+def list_pages(page: Callable[[str | None], tuple[list[Result], str | None]]) -> Iterator[Result]:
     """Yield the entries of a paged listing. `page` returns a page and the token of the next one.
 
     Raises `DamagedInTransitError` if the listing does not end.

@@ -6,12 +6,16 @@ It passes `Hooks` (`flotilla.trainer.training.loop`) to the outer loop.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from typing import NoReturn
 
 import keras
 import tensorflow as tf
@@ -21,10 +25,10 @@ from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.remote import open_checkpoints
 from flotilla.trainer.checkpoints.servers import PartServers
-from flotilla.trainer.cluster import completion, loopback
+from flotilla.trainer.cluster import completion, loopback, termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.lease import NoLease
-from flotilla.trainer.cluster.liveness import probe_peers
+from flotilla.trainer.cluster.liveness import STARTING_SECONDS, Peers, probe_peers
 from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
 from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.main_metric import MainMetric
@@ -40,7 +44,14 @@ from flotilla.trainer.features.length import examples_of_step
 from flotilla.trainer.models.registry import freeze, report_bad_input
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime import signals, user_code
-from flotilla.trainer.runtime.errors import ClusterLostError, UserError, describe_out_of_memory
+from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.errors import (
+    BEGIN_AGAIN,
+    ClusterLostError,
+    UserError,
+    describe_out_of_memory,
+)
+from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number
@@ -60,10 +71,12 @@ from flotilla.trainer.training.server import (
     serve_in_process,
     stage_input,
 )
-from flotilla.trainer.training.stall import StallWatch
 from flotilla.trainer.training.task_contract import require_task
 
 log = logging.getLogger(__name__)
+# Number of reads of the counter per timeout.
+_READS = 4
+_REMEDY = "raise training.stall_timeout if a step takes longer"
 
 
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
@@ -91,8 +104,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     if servers := cluster.count("ps"):
         training = job.config.training
         checkpoints.enable_parts(
-            PartServers(servers, strategy.io_device),
-            training.checkpoint_parts_mb * 10**6,
+            PartServers(servers, strategy.io_device), training.checkpoint_parts_mb * 10**6
         )
     streaming = find_streaming(job, cluster)
     hooks = make_hooks(job.config, dataset, checkpoints, watch, stop_requested, streaming)
@@ -185,7 +197,7 @@ def make_hooks(  # noqa: PLR0913, PLR0917
     require_task(objective.task, spec.features)
     checkpoints.positive = find_positive(objective.task)
     checkpoints.require_fit = partial(evaluate.require_positive, objective.task, spec)
-    make_problem = partial(_problem, config, spec, objective, streaming)
+    problems = _Problems(config=config, spec=spec, objective=objective, streaming=streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
 
     def should_stop() -> bool:
@@ -193,8 +205,8 @@ def make_hooks(  # noqa: PLR0913, PLR0917
         return stop_requested()
 
     return Hooks(
-        make_problem=make_problem,
-        validate=partial(_validate, objective, make_problem(0)) if validates else None,
+        make_problem=problems.build,
+        validate=partial(_validate, objective, problems.build(0)) if validates else None,
         should_stop=should_stop,
         should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints, objective),
         judged_by=lambda: objective.judged_by,
@@ -223,32 +235,56 @@ def _convert_lost_task(strategy: Strategy) -> Iterator[None]:
         strategy.close()
 
 
-def _build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
-    model = evaluate.build_model(config, spec, objective)
-    freeze(model, config.training.freeze)
-    return model
+@dataclass(frozen=True, kw_only=True)
+class _Problems:
+    """Builds the problem of an attempt. Without `streaming`, all shards are staged."""
 
+    config: Config
+    spec: DatasetSpec
+    objective: Objective
+    streaming: Streaming | None
 
-def _problem(
-    config: Config,
-    spec: DatasetSpec,
-    objective: Objective,
-    streaming: Streaming | None,
-    start: int,
-) -> Problem:
-    training = config.training
-    return Problem(
-        build_model=partial(_build_model, config, spec, objective),
-        check=lambda model: dry_run.require(config, model, objective),
-        # `objective.optimizer` is known only after a model has been built.
-        build_optimizer=lambda: build_optimizer(training, objective.optimizer),
-        loss=objective.loss,
-        chance_loss=objective.task.chance_loss(),
-        batches=partial(_batches, config, spec, streaming, start),
-        totals=partial(_totals, config, spec, objective, streaming),
-        stream=_stream(spec, training.seed) if config.data.partition == DYNAMIC else None,
-        weighed=objective.weigh_batch,
-    )
+    def build(self, start: int) -> Problem:
+        config, objective = self.config, self.objective
+        training = config.training
+        return Problem(
+            build_model=self._build_model,
+            check=lambda model: dry_run.require(config, model, objective),
+            # `objective.optimizer` is known only after a model has been built.
+            build_optimizer=lambda: build_optimizer(training, objective.optimizer),
+            loss=objective.loss,
+            chance_loss=objective.task.chance_loss(),
+            batches=partial(self._batches, start),
+            totals=self._totals,
+            stream=_stream(self.spec, training.seed) if config.data.partition == DYNAMIC else None,
+            weighed=objective.weigh_batch,
+        )
+
+    def _build_model(self) -> keras.Model:
+        model = evaluate.build_model(self.config, self.spec, self.objective)
+        freeze(model, self.config.training.freeze)
+        return model
+
+    def _batches(self, start: int) -> tf.data.Dataset:
+        """Return the training batches of the task in whose working directory the graph runs."""
+        training = self.config.training
+        taken = _count_taken(self.config, start)
+        # If the number of consumed examples is unknown, shuffle in another order after a restart.
+        seed = training.seed + (0 if taken else start)
+        return training_batches(
+            self.spec,
+            self.streaming or PATTERN,
+            batch_size=training.batch_size,
+            buckets=self.config.data.buckets,
+            # Use another seed on each worker, because workers may share examples.
+            seed=seed + 7919 * worker_number(),
+            taken=taken,
+        )
+
+    def _totals(self, model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
+        size, files = self.config.evaluation.batch_size, self.streaming or VALIDATION_PATTERN
+        batches = evaluation_batches(self.spec, files, batch_size=size, part=part, of=of)
+        return self.objective.totals(model, batches)
 
 
 def _stream(spec: DatasetSpec, seed: int) -> Stream:
@@ -257,44 +293,11 @@ def _stream(spec: DatasetSpec, seed: int) -> Stream:
     return Stream(examples=examples, seed=seed, held=read.held, read=read.read, run=read.run)
 
 
-def _batches(
-    config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
-) -> tf.data.Dataset:
-    """Return the training batches of the task in whose working directory the graph runs."""
-    taken = _count_taken(config, start)
-    # If the number of consumed examples is unknown, shuffle in another order after a restart.
-    seed = config.training.seed + (0 if taken else start)
-    return training_batches(
-        spec,
-        streaming or PATTERN,
-        batch_size=config.training.batch_size,
-        buckets=config.data.buckets,
-        # Use another seed on each worker, because workers may share examples.
-        seed=seed + 7919 * worker_number(),
-        taken=taken,
-    )
-
-
 def _count_taken(config: Config, start: int) -> int:
     """Estimate how many examples each worker consumed before a global step, or 0 if unknown."""
     if not find_topology(config.training.strategy).capabilities.mixes_steps:
         return 0
     return start * examples_of_step(config) // config.cluster.workers
-
-
-def _totals(  # noqa: PLR0913, PLR0917
-    config: Config,
-    spec: DatasetSpec,
-    objective: Objective,
-    streaming: Streaming | None,
-    model: keras.Model,
-    part: tf.Tensor,
-    of: int,
-) -> tf.Tensor:
-    size = config.evaluation.batch_size
-    files = streaming or VALIDATION_PATTERN
-    batches = evaluation_batches(spec, files, batch_size=size, part=part, of=of)
-    return objective.totals(model, batches)
 
 
 def _validate(objective: Objective, problem: Problem, strategy: Strategy) -> dict[str, float]:
@@ -306,3 +309,88 @@ def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints, objective:
     rows = checkpoints.read_validations() if config.cluster.evaluator and patience else []
     stopping = EarlyStopping(patience=patience, main=MainMetric.of(objective.judged_by))
     return any(stopping.update(row) for row in rows)
+
+
+class StallWatch:
+    """A thread that ends this process if training stalls for `training.stall_timeout`.
+
+    A stopped task keeps its connections open, and TensorFlow waits on them forever. The exact
+    counter shows progress, so a long inner loop with slow steps is not a stall.
+    """
+
+    def __init__(self, strategy: Strategy, probe: Callable[[], Peers], folder: Path) -> None:
+        """Watch the steps. `probe` checks the other tasks. The message is written to `folder`."""
+        self._strategy = strategy
+        self._seconds = strategy.config.training.stall_timeout
+        self._probe = probe
+        self._folder = folder
+        self._began = time.monotonic()
+        self._has_stepped = False
+        self._seen = -1
+        # The number of consecutive timeouts in which every task answered but no step was completed.
+        self._waits = 0
+        self._moved = threading.Event()
+        self._stepping = threading.Event()
+
+    def begin(self) -> None:
+        """Start the thread, which runs until the process ends."""
+        threading.Thread(target=self._wait, name="stall", daemon=True).start()
+        pause = self._seconds / _READS
+        Loop(self._read_counter, pause, name="steps", failing="cannot read the global step").start()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Expect steps in this block. Outside of it, only an unresponsive task is a stall."""
+        self._moved.set()
+        self._stepping.set()
+        try:
+            yield
+            self._has_stepped = True
+        finally:
+            self._stepping.clear()
+            self._moved.set()
+
+    def _read_counter(self) -> None:
+        # Ignore errors, because there is no counter before the cluster is connected.
+        with suppress(Exception):
+            step = self._strategy.global_step()
+            if step != self._seen:
+                self._moved.set()
+            self._seen = step
+
+    def _wait(self) -> None:
+        while True:
+            self._moved.clear()
+            if self._moved.wait(self._seconds):
+                self._waits = 0
+            else:
+                self._judge()
+
+    def _judge(self) -> None:
+        peers = self._probe()
+        if self._moved.is_set():
+            return
+        names = [str(task) for task in peers.silent]
+        if names:
+            events.emit(events.Stalled(tasks=tuple(names), seconds=self._seconds))
+            are_spared = self._strategy.capabilities.spares_workers
+            if not are_spared or {t.role for t in peers.silent} != {"worker"}:
+                verb = "do" if len(names) > 1 else "does"
+                self._end(f"{', '.join(names)} {verb} not answer", self._seconds)
+        elif self._stepping.is_set() and not peers.gone and self._is_warm():
+            self._waits += 1
+            # Wait for two timeouts, because a restarted task answers before it completes a step.
+            if self._waits > 1:
+                self._end(f"every task responds; {_REMEDY}", self._waits * self._seconds)
+
+    def _is_warm(self) -> bool:
+        """Return whether all graphs are traced and compiled, or have had enough time for it."""
+        warm = self._has_stepped and not self._strategy.warming
+        return warm or time.monotonic() - self._began > STARTING_SECONDS
+
+    def _end(self, why: str, seconds: float) -> NoReturn:
+        message = f"no progress for {seconds:g} s: {why}"
+        # An exception would not reach the main thread, which waits inside TensorFlow.
+        termination.write(self._folder, message)
+        say(f"flotilla: {message}")
+        os._exit(BEGIN_AGAIN)

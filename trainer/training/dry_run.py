@@ -63,7 +63,7 @@ from flotilla.trainer.strategies.strategy import (
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.binary_classification import TWO
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.training.callbacks import check_callbacks
+from flotilla.trainer.training.journal import check_callbacks
 from flotilla.trainer.training.task_contract import (
     LENGTH,
     call_user_code,

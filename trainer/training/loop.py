@@ -43,8 +43,12 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.signals import end_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
 from flotilla.trainer.telemetry.tensorboard import make_profiler
-from flotilla.trainer.training.callbacks import Callbacks
-from flotilla.trainer.training.journal import Journal, UnpublishedJournal, open_stream, read_origin
+from flotilla.trainer.training.journal import (
+    Callbacks,
+    Journal,
+    open_stream,
+    read_origin,
+)
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
@@ -178,8 +182,13 @@ def _begin_loop(  # noqa: PLR0913, PLR0917
     begin_averages(strategy.variables(), kept)
     if found or warm:
         strategy.refresh()
-    journal_type = Journal if strategy.publishes else UnpublishedJournal
-    journal = journal_type(config, checkpoints, strategy.global_step(), hooks.steps_of_epoch)
+    journal = Journal(
+        config,
+        checkpoints,
+        strategy.global_step(),
+        hooks.steps_of_epoch,
+        publishes=strategy.publishes,
+    )
     judged_by = hooks.judged_by()
     journal.begin(strategy.global_step(), {**begun, **judged_by}, start)
     stopping = EarlyStopping(patience=config.training.patience, main=MainMetric.of(judged_by))

@@ -90,10 +90,9 @@ class Recovery:
             "the chief was assigning values": not living,
             "no other server holds variables": not any(each.held for each in living),
             # A user who deletes a checkpoint also wants to discard the values that followed it.
-            "a checkpoint that was published before no longer exists": max(
-                (each.saved for each in living), default=-1
-            )
-            > self._checkpoints.newest_step(),
+            "a checkpoint that was published before no longer exists": (
+                max((each.saved for each in living), default=-1) > self._checkpoints.newest_step()
+            ),
             "no running server has the global step": reached < 0,
             "the newest checkpoint is newer than the variables on the servers": reached
             < found.global_step,
@@ -116,12 +115,8 @@ class Recovery:
         }
         restored = select_resumed(found, lost, self._config.training) if lost else {}
         if restored:
-            restore(
-                found,
-                restored,
-                io_device=self._strategy.io_device,
-                servers=self._checkpoints.servers,
-            )
+            io_device, servers = self._strategy.io_device, self._checkpoints.servers
+            restore(found, restored, io_device=io_device, servers=servers)
         if state and state.taken and lost:
             self.note(self._begins)
             state.note_reverted(found.global_step)

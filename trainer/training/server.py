@@ -155,8 +155,5 @@ def _feed(job: Job, streaming: Streaming, index: int, of: int, workers: int) -> 
         where = part_range(spec.shards[VALIDATION], size, part, max(1, workers))
         return spec.files(VALIDATION)[where.first : where.last]
 
-    orders = {
-        TRAIN: lambda seed, epoch: shuffle_shards(mine, seed, epoch),
-        VALIDATION: order_parts,
-    }
+    orders = {TRAIN: lambda seed, epoch: shuffle_shards(mine, seed, epoch), VALIDATION: order_parts}
     return ShardFeed(job.dataset, job.workdir, limit=streaming.limit, orders=orders)

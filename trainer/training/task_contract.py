@@ -246,8 +246,7 @@ def _task_examples(task: Task, features: Mapping[str, FeatureSpec]) -> Part:
     weights = random.uniform(0.5, 2, EXAMPLES).astype(np.float32)
     columns = {
         name: np.zeros(
-            (EXAMPLES, *(size or 1 for size in features[name].shape)),
-            _dtype(features[name].dtype),
+            (EXAMPLES, *(size or 1 for size in features[name].shape)), _dtype(features[name].dtype)
         )
         for name in task.columns
     }

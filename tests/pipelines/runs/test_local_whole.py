@@ -25,7 +25,7 @@ from flotilla.trainer.promotion import registry
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.code.referred import referred
 from tests.trainer.page import Page
-from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
+from tests.trainer.telemetry.test_tensorboard import hyperparameters, scalars
 from tests.trainer.tracking.test_mlflow_run import MlflowServer
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

@@ -336,11 +336,7 @@ def test_each_retry_is_a_line_of_log(
 
 
 def test_past_the_deadline_there_is_one_line(
-    make: Make,
-    bucket: BucketPlace,
-    uri: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
     source = make()

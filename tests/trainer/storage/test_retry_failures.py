@@ -65,11 +65,7 @@ def test_a_limit_on_files_that_the_system_enforces(make: Make, root: str, tmp_pa
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [
-        ("os.fsync", errno.ENOSPC),
-        ("shutil.copyfile", errno.EDQUOT),
-        ("os.rename", errno.EIO),
-    ],
+    [("os.fsync", errno.ENOSPC), ("shutil.copyfile", errno.EDQUOT), ("os.rename", errno.EIO)],
 )
 def test_a_disk_that_fails_while_publishing(
     make: Make, root: str, monkeypatch: pytest.MonkeyPatch, name: str, number: int

@@ -24,9 +24,13 @@ from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.server_state import is_lost
 from flotilla.trainer.strategies.strategy import Strategy
 from flotilla.trainer.training import chief
-from flotilla.trainer.training.chief import _convert_lost_task, await_validation, make_hooks
+from flotilla.trainer.training.chief import (
+    StallWatch,
+    _convert_lost_task,
+    await_validation,
+    make_hooks,
+)
 from flotilla.trainer.training.server import NUMBER_FILE, SHARDS
-from flotilla.trainer.training.stall import StallWatch
 from tests.trainer.objectives import NO_ROLES
 
 MANGLED = (

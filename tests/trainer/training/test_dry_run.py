@@ -251,10 +251,7 @@ def test_a_metric_that_nothing_measures_is_refused():
             "classification and the model do not measure 'acuracy'; did you mean 'accuracy'?",
         ),
         ("accuracy@label=2", "classification and the model do not measure 'accuracy@label=2'"),
-        (
-            "share",
-            "cannot tell which value of 'share' is better; set gate",
-        ),
+        ("share", "cannot tell which value of 'share' is better; set gate"),
         ("accuracy", ""),
     ],
 )

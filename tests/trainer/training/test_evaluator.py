@@ -10,7 +10,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.training import evaluator
 from flotilla.trainer.training.evaluator import evaluate_checkpoint
-from tests.trainer.telemetry.test_scalars import scalars
+from tests.trainer.telemetry.test_tensorboard import scalars
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
-from flotilla.trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
+from flotilla.trainer.training.journal import MAX_ROWS, Journal
 from tests.trainer.counting import config_of
-from tests.trainer.telemetry.test_scalars import hyperparameters, scalars
+from tests.trainer.telemetry.test_tensorboard import hyperparameters, scalars
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_an_attempt_begins_with_the_configuration_for_tensorboard(checkpoints):
 
 
 def test_a_task_that_does_not_publish_writes_nothing(checkpoints):
-    journal = UnpublishedJournal(config_of(steps=20), checkpoints, 0)
+    journal = Journal(config_of(steps=20), checkpoints, 0, publishes=False)
     journal.begin(0, {})
     journal.add(row(20, validation_loss=0.25))
     journal.add(row(30, validation_loss=0.5))

@@ -122,10 +122,7 @@ BROKEN = {
     ),
     "output shape": ({"output_shape": 1}, "output_shape is 1; it must be a tuple of whole"),
     "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it must be a number"),
-    "no loss": (
-        {"loss": gives("mse")},
-        "loss() returns a str, not a keras.losses.Loss",
-    ),
+    "no loss": ({"loss": gives("mse")}, "loss() returns a str, not a keras.losses.Loss"),
     "loss of a batch": (
         {"loss": gives(OneForAll())},
         "its loss returns a value of shape () for 8 examples: call() must return one value per",

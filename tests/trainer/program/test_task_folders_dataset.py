@@ -19,7 +19,7 @@ from flotilla.trainer.data.features import choose_stored_form
 from flotilla.trainer.features.dataset_spec import SCHEMA, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
-from flotilla.trainer.program.dataset import FEATURES_FILE, stage_dataset
+from flotilla.trainer.program.task_folders import FEATURES_FILE, stage_dataset
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.test_blocks import NUMBERS, encode, kind
 

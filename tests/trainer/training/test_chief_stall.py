@@ -5,7 +5,7 @@ import pytest
 from flotilla.trainer import events
 from flotilla.trainer.cluster.liveness import Peers
 from flotilla.trainer.config.topology import Capabilities, Task
-from flotilla.trainer.training.stall import StallWatch
+from flotilla.trainer.training.chief import StallWatch
 from tests.trainer.counting import Counting, config_of
 
 PS, ONE, TWO = (
@@ -27,7 +27,7 @@ def judged(tmp_path, monkeypatch):
         assert code == 138
         raise EndedError
 
-    monkeypatch.setattr("flotilla.trainer.training.stall.os._exit", end)
+    monkeypatch.setattr("flotilla.trainer.training.chief.os._exit", end)
 
     def judge(peers, *, spares=False, state="steps", moved=False, waits=2):
         strategy = Counting()

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.training.callbacks import CALLED, Callbacks, check_callbacks
+from flotilla.trainer.training.journal import CALLED, Callbacks, check_callbacks
 from tests.trainer.counting import Counting
 
 calls = []
