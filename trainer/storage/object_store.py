@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import StoreError
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from flotilla.trainer.storage.gcs import GcsBucket
     from flotilla.trainer.storage.s3 import S3Bucket
 
-    Bucket = GcsBucket | S3Bucket
+    Bucket: TypeAlias = GcsBucket | S3Bucket
 
 # Age of an object, in seconds, after which its writer is assumed to be dead.
 ORPHAN_SECONDS = 24 * 3600.0
