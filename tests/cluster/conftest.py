@@ -22,23 +22,25 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> str:
     return prepare(DataConfig(), storage.uri_of(folder), folder / "scratch").uri
 
 
-@pytest.fixture(scope="package", autouse=True)
-def _forks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[None]:
+@pytest.fixture(scope="package")
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fork tasks from one process that has imported TensorFlow, as a local run does."""
-    if not any(item.get_closest_marker("cluster") for item in request.session.items):
-        yield
-        return
     modules = ",".join(sorted(set(MODULES.values())))
     settings = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_EXPERIMENTS": "tcp_frame_size_tuning"}
-    folder = tmp_path_factory.mktemp("forks")
     with (
-        serving(folder, at_once=modules, **settings) as server,
+        serving(tmp_path_factory.mktemp("forks"), at_once=modules, **settings) as server,
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setenv(forked.VARIABLE, server.first)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forks(request: pytest.FixtureRequest) -> None:
+    """Start the fork server for modules whose tasks are not pods, which cannot use it."""
+    own = [item for item in request.session.items if item.path == request.path]
+    if any(each.get_closest_marker("cluster") and "kube" not in each.fixturenames for each in own):
+        request.getfixturevalue("fork_server")
 
 
 @pytest.fixture

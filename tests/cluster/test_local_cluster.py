@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -14,43 +13,14 @@ import tensorflow as tf
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
-from flotilla.trainer.config.topology import Cluster, Task, check_port
-from flotilla.trainer.events import (
-    AttemptBegin,
-    Restart,
-    UserCodeFailed,
-)
+from flotilla.trainer.events import AttemptBegin, Restart, UserCodeFailed
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.launched import SECONDS, launched
 from tests.cluster.strangers import open_ports, other_addresses, reached
 from tests.conftest import ROOT
 from tests.trainer.telemetry.test_metrics import scrape
 
 pytestmark = pytest.mark.cluster
-
-
-def settings(**training: object) -> dict[str, object]:
-    return {
-        "training": {"steps": 300, "checkpoint_every": 100, "validate_every": 150, **training},
-        "cluster": {"parameter_servers": 2, "workers": 3},
-    }
-
-
-def test_a_workdir_that_cannot_be_written_is_one_line(dataset, tmp_path):
-    (tmp_path / "cluster").write_text("a file where the folder should be")
-    with launched(settings(), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 1
-    assert said.startswith(f"cannot write to {tmp_path / 'cluster'}")
-
-
-def test_a_port_that_is_taken_is_one_line():
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        address = f"127.0.0.1:{holder.getsockname()[1]}"
-        cluster = Cluster(addresses={"ps": (address,)})
-        with pytest.raises(UserError, match=f"ps-0 cannot serve on {address}: Address already in"):
-            check_port(cluster, Task(role="ps", index=0))
 
 
 RUN = {"training": {"steps": 10**7, "checkpoint_every": 200}, "cluster": {"workers": 2}}

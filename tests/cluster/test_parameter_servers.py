@@ -11,9 +11,7 @@ from flotilla.trainer.checkpoints.contents import contents
 from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events import (
-    AttemptBegin,
-)
+from flotilla.trainer.events import AttemptBegin
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import launched
@@ -84,17 +82,6 @@ def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path,
             assert run.newest() == STEPS
             assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
         assert [process.poll() for process in tasks.processes.values()] == [None] * 3
-
-
-def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
-    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
-    with reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
-        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(PS))
-        with launched(config, dataset, tmp_path) as run:
-            code, said = run.end()
-    assert code == 2
-    assert said.startswith("cluster.existing_servers: TF_CONFIG describes the task ps-0, but only")
-    assert said.count("\n") == 1
 
 
 SECOND = Task(role="ps", index=1)

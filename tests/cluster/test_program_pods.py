@@ -138,10 +138,10 @@ def run(kube, engine, tmp_path):
 
 
 @on_engines()
-def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube):
+def test_an_image_without_flotilla_survives_lost_containers_and_a_cancel(run, kube):
     # In its first attempt, the program waits after it has saved at this step.
     run.program = {"env": {"WAITS_AT": "60"}}
-    with run.begun(100):
+    with run.begun(4000):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
         # The agent looks for checkpoints once per second, but it must publish this one although the
@@ -150,36 +150,28 @@ def test_an_image_without_flotilla_survives_the_loss_of_each_container(run, kube
         kube.kill("worker-0", reason="OOMKilled")
         line = run.wait_for("worker 0 begins at")
         kube.kubelet.kill_sidecar(NAMESPACE, kube.pod("worker-0")["metadata"]["name"])
+        run.wait_for('"step": 150')
+        run.step.signal(signal.SIGTERM)
         code, message = run.end()
-    assert (code, run.published()) == (0, 100), message + "".join(run.lines)
+    assert code == INTERRUPTED, message + "".join(run.lines)
+    assert "global step" in message
     assert int(line.split()[-1]) == 60
     said = list(events.read(run.folder / "events.jsonl"))
     causes = [each.cause for each in said if isinstance(each, events.Restart)]
     assert "out of memory (OOMKilled, exit code 137)" in causes
     # The restarted agent found the program running, and did not start it again.
     assert sum("worker 0 begins at" in line for line in run.lines) == 2
-    assert run.is_over(100)
-    kube.store.wait(lambda: not kube.of_jobs())
-
-
-@on_engines()
-def test_a_cancelled_run_is_resumed_at_the_step_of_its_checkpoint(run, kube):
-    with run.begun(4000):
-        run.wait_for('"step": 50')
-        run.step.signal(signal.SIGTERM)
-        code, message = run.end()
-    assert code == INTERRUPTED, message + "".join(run.lines)
-    assert "global step" in message
     kept = run.published()
-    assert kept >= 50
+    assert kept >= 150
     assert not run.is_over(4000)
     kube.store.wait(lambda: not kube.of_jobs())
-    run.lines = []
     with run.begun(kept + 40):
         line = run.wait_for("worker 0 begins at")
         code, message = run.end()
     assert int(line.split()[-1]) == kept
     assert (code, run.published()) == (0, kept + 40), message
+    assert run.is_over(kept + 40)
+    kube.store.wait(lambda: not kube.of_jobs())
 
 
 @pytest.mark.parametrize("engine", ["jobset"])

@@ -1,7 +1,6 @@
 """Tests a cluster whose checkpoint storage is full, damaged or unreachable."""
 
 import os
-import re
 import shutil
 import subprocess
 from contextlib import suppress
@@ -18,7 +17,6 @@ from flotilla.trainer.events import (
     CheckpointPassedOver,
     CheckpointPublished,
     Restart,
-    TaskFailed,
 )
 from flotilla.trainer.runtime.errors import TransientError
 from flotilla.trainer.storage.manifest import MANIFEST
@@ -112,20 +110,6 @@ def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     for uri, _ in list_checkpoints(run.checkpoints):
         storage.verify(uri)
     assert again.newest() == 4 * EVERY
-
-
-def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
-    config = settings_of_disk(EVERY)
-    config["model"] = {"name": "tests.cluster.exits:model"}
-    with launched(config, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 2
-    assert re.match(r"model .*: SystemExit: 0 \(.*exits.py:\d+\) \(chief-0, log ", said)
-    assert said.count("\n") == 1
-    assert not run.events(Restart)
-    (failed,) = run.events(TaskFailed)
-    assert (failed.task, failed.cause) == ("chief-0", "exit code 2")
-    assert failed.last_lines[-1].startswith("flotilla: model tests.cluster.exits:model: SystemExit")
 
 
 @pytest.mark.slow

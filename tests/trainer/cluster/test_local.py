@@ -10,11 +10,14 @@ from contextlib import ExitStack
 import pytest
 
 from flotilla.trainer import events
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.lease import lease_environment
 from flotilla.trainer.cluster.local import HOST, TaskLogs, relay_logs, reserve_cluster
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Task, check_port
 from flotilla.trainer.events import CheckpointPublished, UserCodeFailed
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.events.test_event_lines import progress
 
 
@@ -209,3 +212,17 @@ def test_a_role_without_tasks():
     with reserve_cluster({"chief": 1, "ps": 0}) as cluster:
         assert cluster.count("ps") == 0
         assert ports(cluster)
+
+
+def test_only_a_chief_joins_running_servers(tmp_path, monkeypatch):
+    config = parse_config({"cluster": {"existing_servers": True}})
+    job = Job(config=config, dataset="", checkpoints="file:///run/checkpoints", workdir=tmp_path)
+    with reserve_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
+        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(Task(role="ps", index=0)))
+        with pytest.raises(ConfigError) as caught:
+            local.launch(job)
+    assert str(caught.value) == (
+        "cluster.existing_servers: TF_CONFIG describes the task ps-0, but only a chief can join "
+        "running servers; set task in TF_CONFIG to the chief"
+    )
+    assert not list(tmp_path.iterdir())

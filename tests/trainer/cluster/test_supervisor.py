@@ -4,6 +4,7 @@ from unittest.mock import create_autospec
 
 import pytest
 
+from flotilla.trainer import events
 from flotilla.trainer.cluster import completion, supervisor
 from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.cluster.supervisor import (
@@ -12,7 +13,7 @@ from flotilla.trainer.cluster.supervisor import (
     Supervisor,
 )
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.cluster.test_completion import job_of, publish
 
 CLUSTER = Cluster(addresses=dict.fromkeys(("chief", "ps", "worker"), ("localhost:1",)))
@@ -60,6 +61,25 @@ def test_exit_code_0_before_the_end_fails_the_run(job, leader, others, named):
     assert str(caught.value).startswith(
         f"{named} (log {log}) ended with exit code 0 before training was complete: "
     )
+
+
+def test_a_permanent_failure_is_reported_and_not_begun_again(job, monkeypatch):
+    seen = []
+    monkeypatch.setattr(events, "emit", seen.append)
+    message = "model x: SystemExit: 0 (x.py:1)"
+    script = f"echo 'flotilla: {message}'; echo '{message}' > termination.txt; exit 2"
+    with pytest.raises(ConfigError) as caught:
+        supervise(job, script, ps=FOR_EVER)
+    log = job.workdir / "chief-0" / "log.txt"
+    assert str(caught.value) == f"{message} (chief-0, log {log})"
+    assert seen == [
+        events.TaskFailed(
+            task="chief-0",
+            cause="exit code 2",
+            log=str(log),
+            last_lines=(f"flotilla: {message}",),
+        )
+    ]
 
 
 def test_a_leader_with_the_record_is_done(job):
