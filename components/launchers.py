@@ -16,7 +16,7 @@ from flotilla.trainer.config.form import parse_settings
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.runtime.output.streams import relay
+from flotilla.trainer.runtime.streams import relay
 
 if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine

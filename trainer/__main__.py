@@ -23,7 +23,7 @@ from flotilla.trainer.cluster import process, termination
 from flotilla.trainer.code import bundle
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.runtime import cores, signals, tensorflow_import, user_code
+from flotilla.trainer.runtime import cores, signals, streams, tensorflow_import, user_code
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
@@ -34,7 +34,6 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
-from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.training import task
 
 
@@ -118,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _task(options: argparse.Namespace) -> None:
-    with stamps.stamp_output():
+    with streams.stamp_output():
         task.run(options)
 
 

@@ -65,8 +65,8 @@ from flotilla.trainer import events
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.kubernetes import KubernetesConfig
 from flotilla.trainer.config.topology import Task
+from flotilla.trainer.runtime import streams
 from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError
-from flotilla.trainer.runtime.output import streams
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.tracking import addresses
 

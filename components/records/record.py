@@ -35,7 +35,7 @@ from flotilla.trainer import events
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import StepBegin, StepEnd
 from flotilla.trainer.events.run_state import RunState
-from flotilla.trainer.runtime import cores, signals, tensorflow_import
+from flotilla.trainer.runtime import cores, signals, streams, tensorflow_import
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
@@ -47,7 +47,6 @@ from flotilla.trainer.runtime.errors import (
     UserError,
 )
 from flotilla.trainer.runtime.masking import mask, one_line
-from flotilla.trainer.runtime.output import stamps, streams
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
@@ -115,7 +114,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     tensorflow_import.prepare()
     streams.log_to_stderr()
     try:
-        with stamps.stamp_output(), following_step(), _interruptible(lambda: None):
+        with streams.stamp_output(), following_step(), _interruptible(lambda: None):
             _note_call(name, given, at)
             return work(step)
     except RunInterruptedError as error:

@@ -33,7 +33,7 @@ from flotilla.trainer.events.run_state import RunState, StepTry
 from flotilla.trainer.runtime.errors import FAILED
 from flotilla.trainer.runtime.json_records import read_record
 from flotilla.trainer.runtime.masking import mask
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 from flotilla.trainer.storage.retry import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)

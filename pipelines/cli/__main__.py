@@ -99,7 +99,7 @@ def _require_utf8() -> None:
 
 def _show_bug(_kind: object, error: BaseException, _trace: object) -> None:
     from flotilla.trainer.runtime.masking import mask
-    from flotilla.trainer.runtime.output.streams import format_traceback
+    from flotilla.trainer.runtime.streams import format_traceback
 
     sys.stderr.write(f"{mask(format_traceback(error))}\n")
 

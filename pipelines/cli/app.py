@@ -41,7 +41,7 @@ from flotilla.pipelines.cli.sweep import sweep
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, UserError
 from flotilla.trainer.runtime.masking import find_credentials
-from flotilla.trainer.runtime.output.streams import discard, mask_libraries
+from flotilla.trainer.runtime.streams import discard, mask_libraries
 
 # The panels of `flotilla --help`, in the order of their first commands.
 RUN, CLUSTER, MODELS, DATA, HOUSEKEEPING = (

@@ -27,7 +27,7 @@ from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.headline import describe_constant, main_value
 from flotilla.trainer.report.wording import key_metrics
 from flotilla.trainer.runtime.masking import join_lines, one_line
-from flotilla.trainer.runtime.output.streams import discard
+from flotilla.trainer.runtime.streams import discard
 
 if TYPE_CHECKING:
     from flotilla.components.records.step_record import StepRecord

@@ -23,8 +23,8 @@ from flotilla.trainer.runtime.errors import (
     UserError,
 )
 from flotilla.trainer.runtime.masking import printable, remove_credentials
-from flotilla.trainer.runtime.output.streams import discard, say
 from flotilla.trainer.runtime.signals import handle_interrupts
+from flotilla.trainer.runtime.streams import discard, say
 
 AsJson = Annotated[
     bool,

@@ -32,7 +32,7 @@ from flotilla.pipelines.cli.runs import continues
 from flotilla.pipelines.runs.kfp_access import Access, Instance, describe_no_page
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.runtime.masking import printable
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from flotilla.pipelines.compile import Package

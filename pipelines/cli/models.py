@@ -18,7 +18,7 @@ from flotilla.pipelines.cli.housekeeping import format_bytes
 from flotilla.pipelines.cli.options import Root, Workdir
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path

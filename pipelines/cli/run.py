@@ -28,7 +28,7 @@ from flotilla.pipelines.cli.options import (
 )
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, ConfigError, UserError
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.local import LocalRun, RunOptions

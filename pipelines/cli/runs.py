@@ -15,7 +15,7 @@ from flotilla.pipelines.cli.options import Run, RunsDir, Workdir, add_instance_o
 from flotilla.pipelines.cli.run import RUNS, make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.trainer.runtime.masking import join_lines
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,7 +20,7 @@ from flotilla.pipelines.cli.options import (
 )
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from flotilla.pipelines.cli.display import Table

@@ -31,8 +31,8 @@ WRITERS = {
     "pipelines/forked_steps.py": "what a step says, as the runner of KFP on this machine has it",
     "trainer/__main__.py": "the entry of a task: its answer is a line of standard output",
     "trainer/export/smoke_request.py": "a program: its answer is a line of standard output",
-    "trainer/runtime/output/noise.py": "lines of another program, without those that say nothing",
-    "trainer/runtime/output/streams.py": "lines of any process, masked: the one door",
+    "trainer/runtime/noise.py": "lines of another program, without those that say nothing",
+    "trainer/runtime/streams.py": "lines of any process, masked: the one door",
     "trainer/prediction/predict.py": "rows, which a terminal gets with escapes",
 }
 WRITES = re.compile(

@@ -27,7 +27,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import cores, signals, user_code
 from flotilla.trainer.runtime.errors import RETRYABLE, ConfigError, UserError
-from flotilla.trainer.runtime.output.stamps import split_stamp
+from flotilla.trainer.runtime.streams import split_stamp
 
 _GPUS = "/dev/nvidia[0-9]*"
 

@@ -34,7 +34,7 @@ from flotilla.trainer.prediction.request import STANDARD_OUTPUT, Request, Summar
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.json_records import read_record, tree_of
 from flotilla.trainer.runtime.masking import printable
-from flotilla.trainer.runtime.output.streams import discard
+from flotilla.trainer.runtime.streams import discard
 
 SUMMARY = "summary.json"
 

@@ -20,7 +20,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from flotilla.trainer.runtime.output import noise
+from flotilla.trainer.runtime import noise
 
 _NAMES = {"IPython", "botocore", "matplotlib", "pandas", "sklearn"}
 _IMPORTERS = {"keras", "tensorboard", "tensorflow"}

@@ -39,7 +39,7 @@ from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, lead
 from flotilla.trainer.features import length
 from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.program.link import Link
-from flotilla.trainer.runtime import signals
+from flotilla.trainer.runtime import signals, streams
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
@@ -49,7 +49,6 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
-from flotilla.trainer.runtime.output import streams
 
 log = logging.getLogger(__name__)
 # The program's share of the pod's grace period. The rest is for publishing the last checkpoint.

@@ -10,8 +10,8 @@ from datetime import datetime
 from flotilla.trainer import events
 from flotilla.trainer.events import Event
 from flotilla.trainer.runtime.masking import COLOURS, printable
-from flotilla.trainer.runtime.output.noise import is_noise
-from flotilla.trainer.runtime.output.stamps import split_stamp
+from flotilla.trainer.runtime.noise import is_noise
+from flotilla.trainer.runtime.streams import split_stamp
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")
 _LEVEL = re.compile(r"(DEBUG|INFO|WARNING|ERROR|CRITICAL) ")

@@ -18,7 +18,7 @@ from tests.components.kubernetes.attempts import ROOT
 GUARD = """
 import os, signal, sys, threading
 from flotilla.components.kubernetes.pods import task_process
-from flotilla.trainer.runtime.output import streams
+from flotilla.trainer.runtime import streams
 task_process.PAUSE_SECONDS = float(sys.argv[1])
 task_process.LONGEST_PAUSE_SECONDS = max(1.0, float(sys.argv[1]))
 task_process.SHORT_ATTEMPT_SECONDS = float(sys.argv[2])

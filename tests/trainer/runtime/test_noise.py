@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flotilla.trainer.runtime.output import noise
+from flotilla.trainer.runtime import noise
 
 # Output of TensorFlow 2.21 and Keras.
 START = """\
@@ -47,7 +47,7 @@ def test_each_pattern_has_its_source():
 
 PROGRAM = """
 import os, sys
-from flotilla.trainer.runtime.output import noise
+from flotilla.trainer.runtime import noise
 with noise.filter_output():
     os.write(2, b"INFO:tensorflow:Assets written to: x\\n")
     os.write(2, b"a word\\n")

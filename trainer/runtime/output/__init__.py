@@ -1,1 +1,0 @@
-"""The output of processes: timestamps before printed lines, and filters for library noise."""
