@@ -22,8 +22,8 @@ from pathlib import Path
 
 from flotilla.components import kfp_internals
 from flotilla.components.table import STEPS
-from flotilla.trainer.cluster.forks import fork_server, forked
-from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster import fork_server, forks
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.tensorflow_import import has_gpus
@@ -53,8 +53,8 @@ class _Addresses:
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     """Run a fork server during this block if possible. Yield a function that makes KFP use it."""
-    asked = os.environ.pop(forked.VARIABLE, "")
-    if asked == forked.NONE or not _is_possible():
+    asked = os.environ.pop(forks.VARIABLE, "")
+    if asked == forks.NONE or not _is_possible():
         yield lambda: None
         return
     steps = [f"flotilla.components.{step.name}" for step in STEPS]
@@ -67,12 +67,12 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         folder, addresses, [*kfp_internals.EXECUTOR_MODULES, *steps], _LATER if later else ()
     ):
         if later:
-            os.environ[forked.VARIABLE] = addresses.tensorflow
+            os.environ[forks.VARIABLE] = addresses.tensorflow
         try:
             fork = partial(_run_forked, addresses)
             yield partial(kfp_internals.replace_local_runner, fork)
         finally:
-            os.environ.pop(forked.VARIABLE, None)
+            os.environ.pop(forks.VARIABLE, None)
 
 
 def _is_possible() -> bool:
@@ -165,7 +165,7 @@ def _run_forked(
     )
     reader, writer = os.pipe()
     try:
-        process = forked.fork(address, wanted, writer)
+        process = forks.fork(address, wanted, writer)
     finally:
         os.close(writer)
     with open(reader, encoding="utf-8", errors="replace") as lines:

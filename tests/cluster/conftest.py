@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster import forks
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.prepare import prepare
 from tests.cluster.job_training import Training
 from tests.kubernetes.cluster import Cluster, real_cluster
-from tests.trainer.cluster.forks.serving import serving
+from tests.trainer.cluster.serving import serving
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         serving(tmp_path_factory.mktemp("forks"), at_once=modules, **settings) as server,
         pytest.MonkeyPatch.context() as patch,
     ):
-        patch.setenv(forked.VARIABLE, server.first)
+        patch.setenv(forks.VARIABLE, server.first)
         yield
 
 

@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from flotilla.trainer.cluster.forks import forked
-from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster import forks
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.topology import Cluster, Task
@@ -64,7 +64,7 @@ class Outcome:
 class Leading:
     """A process that leads a strategy; its output can be read as it arrives."""
 
-    def __init__(self, process: forked.Process, words: TextIO, log: Path) -> None:
+    def __init__(self, process: forks.Process, words: TextIO, log: Path) -> None:
         self.process = process
         self._words = words
         self._log = log
@@ -95,7 +95,7 @@ class Servers:
     cluster: Cluster
     folder: Path
     devices: int = 1
-    processes: dict[str, forked.Process] = field(default_factory=dict)
+    processes: dict[str, forks.Process] = field(default_factory=dict)
     pipes: list[TextIO] = field(default_factory=list)
 
     def start(self, task: Task) -> None:
@@ -122,7 +122,7 @@ class Servers:
         if str(task) in self.processes:
             self.kill(task)
         reader, writer = os.pipe()
-        writer = forked.high(writer)
+        writer = forks.high(writer)
         self.pipes.append(os.fdopen(reader, encoding="utf-8"))
         with os.fdopen(writer, "wb"):
             process = self._process(task, [module, str(path)], {WORDS: str(writer)}, (writer,))
@@ -135,7 +135,7 @@ class Servers:
         module: list[str],
         own: Mapping[str, str],
         descriptors: Sequence[int] = (),
-    ) -> forked.Process:
+    ) -> forks.Process:
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "number.txt").write_text(str(task.index), encoding="utf-8")
@@ -156,7 +156,7 @@ class Servers:
             descriptors=descriptors,
         )
         with (folder / "log.txt").open("ab") as log:
-            return forked.start_process(wanted, log.fileno())
+            return forks.start_process(wanted, log.fileno())
 
     def end(self) -> None:
         for process in self.processes.values():
@@ -165,7 +165,7 @@ class Servers:
             pipe.close()
 
 
-def _end(process: forked.Process) -> None:
+def _end(process: forks.Process) -> None:
     process.kill()
     process.wait()
 

@@ -9,7 +9,7 @@ from kfp.local import subprocess_task_handler
 
 from flotilla.components.table import STEPS
 from flotilla.pipelines import forked_steps
-from flotilla.trainer.cluster.forks import fork_request, forked
+from flotilla.trainer.cluster import forks
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def started(monkeypatch, tmp_path):
         return 7
 
     monkeypatch.setattr(subprocess_task_handler, "run_local_subprocess", run)
-    monkeypatch.delenv(forked.VARIABLE, raising=False)
+    monkeypatch.delenv(forks.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -34,7 +34,7 @@ def called(*command):
 def test_where_no_process_is_to_be_forked_the_runner_is_left_as_it_is(
     started, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv(forked.VARIABLE, forked.NONE)
+    monkeypatch.setenv(forks.VARIABLE, forks.NONE)
     before = subprocess_task_handler.run_local_subprocess
     with forked_steps.forking(tmp_path, "training") as fork_steps:
         fork_steps()
@@ -77,11 +77,11 @@ sys.exit(3)
     shell = "python3 -m kfp.dsl.executor_main"
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
     # The server loads KFP first, which may take long.
-    monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
+    monkeypatch.setattr(forks, "_SECONDS", 300.0)
     # `prepare` does not always need TensorFlow, so the server does not import it.
     with forked_steps.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
-        assert forked.VARIABLE not in os.environ
+        assert forks.VARIABLE not in os.environ
         assert called("true") == 7
         code = called(*step, STEPS[-1].name)
         # If no server has loaded TensorFlow, steps that need it get a new process.

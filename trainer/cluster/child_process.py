@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flotilla.trainer.cluster.forks import forked
-from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster import forks
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.runtime import signals, user_code
 from flotilla.trainer.runtime.errors import DONE, UserError
 
@@ -85,7 +85,7 @@ def call(  # noqa: PLR0913
             environment=environment(variables),
         )
         with log.open("ab") as output:
-            process = forked.start_process(wanted, output.fileno())
+            process = forks.start_process(wanted, output.fileno())
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:

@@ -18,9 +18,8 @@ from glob import glob
 from pathlib import Path
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster import lease, liveness, termination
-from flotilla.trainer.cluster.forks import forked
-from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster import forks, lease, liveness, termination
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.config.cluster import ClusterConfig
 from flotilla.trainer.config.schema import Config
@@ -194,13 +193,13 @@ class TaskProcess:
         leads = job.config.topology.leads(task)
         self._is_program = bool(job.config.program.command)
         self._serves = task.role != "evaluator" and not leads and not self._is_program
-        self._started: forked.Process | None = None
+        self._started: forks.Process | None = None
         self._killed: End | None = None
         self._starts = 0
         self.started_at = 0.0
         self.heartbeat = -1
 
-    def start(self) -> forked.Process:
+    def start(self) -> forks.Process:
         """Start the process. Raises `UserError`. The caller closes its `heartbeat`."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +213,7 @@ class TaskProcess:
         self._killed = None
         self.started_at = time.monotonic()
         self.heartbeat, beats = os.pipe()
-        beats = forked.high(beats)
+        beats = forks.high(beats)
         own = liveness.heartbeat_environment(beats, self._job.config.training.stall_timeout)
         with output, os.fdopen(beats, "wb"):
             wanted = Request(
@@ -226,7 +225,7 @@ class TaskProcess:
                 own_session=True,
                 descriptors=(beats,),
             )
-            self._started = forked.start_process(wanted, output.fileno())
+            self._started = forks.start_process(wanted, output.fileno())
         if self._serves:
             pin_to_cores(self._started.pid, self._cluster, self.task)
         return self._started

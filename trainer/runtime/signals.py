@@ -25,7 +25,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 
 PARENT_VARIABLE = "FLOTILLA_PARENT"
@@ -38,20 +38,21 @@ _WAKES, _AGAIN_SECONDS = 20, 0.05
 @contextmanager
 def handle_interrupts(callback: Callable[[], object]) -> Iterator[None]:
     """Call `callback` on SIGINT and SIGTERM in this block, if it runs in the main thread."""
-
-    def handle(_signal: int, _frame: FrameType | None) -> None:
-        callback()
-
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
+    with _handler(lambda _signal, _frame: callback()), _main_thread_woken():
+        yield
+
+
+@contextmanager
+def _handler(handler: Callable[[int, FrameType | None], object] | int) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in _STOP_SIGNALS}
     try:
-        with _main_thread_woken():
-            yield
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, each in before.items():
+            signal.signal(number, each)
 
 
 @contextmanager
@@ -98,27 +99,17 @@ def _main_thread_woken() -> Iterator[None]:
 def catch_stop_signals() -> Callable[[], bool]:
     """Record SIGINT and SIGTERM from now on. Return a function that tells whether one arrived."""
     seen: list[int] = []
-
-    def handle(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-
     for number in _STOP_SIGNALS:
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _frame: seen.append(number))
     return lambda: bool(seen)
 
 
 @contextmanager
 def end_at_once() -> Iterator[None]:
     """Exit on SIGINT or SIGTERM in this block, even while TensorFlow is waiting."""
-    if threading.current_thread() is not threading.main_thread():
+    is_main = threading.current_thread() is threading.main_thread()
+    with _handler(signal.SIG_DFL) if is_main else nullcontext():
         yield
-        return
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in _STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def end_at_hang_up() -> None:
@@ -139,10 +130,7 @@ def end_with_parent() -> None:
         return
     parent = int(named)
     if parent == os.getppid() and sys.platform == "linux":
-        # The kernel's signal also kills a process that is stopped or blocked with the GIL held.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            _kill_self()
+        end_with(parent)
         return
     # KFP's runner starts steps in a shell, so the named process may not be the direct parent.
     try:
@@ -150,6 +138,16 @@ def end_with_parent() -> None:
     except ProcessLookupError:
         _kill_self()
     threading.Thread(target=_kill_self_after, args=(wait,), name="parent", daemon=True).start()
+
+
+def end_with(parent: int) -> None:
+    """Make the kernel kill this process when its parent, with the id `parent`, exits. Linux only.
+
+    The kernel's signal also kills a process that is stopped or blocked with the GIL held.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        _kill_self()
 
 
 def _watch_parent(pid: int) -> object:

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.trainer.cluster.forks import forked
+from flotilla.trainer.cluster import forks
 from flotilla.trainer.cluster.local import launch
 from flotilla.trainer.cluster.process import MODULES
-from tests.trainer.cluster.forks.serving import serving
+from tests.trainer.cluster.serving import serving
 
 
 @pytest.fixture(scope="package")
@@ -21,7 +21,7 @@ def server(tmp_path_factory):
 @pytest.fixture
 def launched(server, tmp_path, monkeypatch):
     """Return a function that runs a job and then checks that no process is left."""
-    monkeypatch.setenv(forked.VARIABLE, server)
+    monkeypatch.setenv(forks.VARIABLE, server)
 
     def train(job):
         try:

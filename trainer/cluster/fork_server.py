@@ -1,6 +1,6 @@
 """The fork server of a run: a process that loads TensorFlow once, and is forked for each task.
 
-`python -m flotilla.trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
+`python -m flotilla.trainer.cluster.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are the
 descriptors of two listening sockets. The server loads the modules AT_ONCE, and forks a second
 server that loads the modules LATER. Each server handles the requests for its own modules. Both
 servers exit when standard input ends.
@@ -31,14 +31,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from flotilla.trainer.cluster.forks import fork_request
-from flotilla.trainer.cluster.forks.fork_request import Arriving, Request
+from flotilla.trainer.cluster import forks
+from flotilla.trainer.cluster.forks import Arriving, Request
 from flotilla.trainer.runtime import cores, signals, tensorflow_import
 
 # Lowest number for temporary copies of inherited descriptors. Their final numbers are lower.
 _HIGH = 400
 BACKLOG = 64
-_PR_SET_PDEATHSIG = 1  # See prctl(2).
 # Time to wait for the rest of a request, in seconds. Clients send it right after connecting.
 _MOMENT = 0.05
 
@@ -54,7 +53,7 @@ class _Copy:
     def run(self) -> None:
         """Run the module of the request in this process, as `python -m` does."""
         gc.enable()
-        end_with_parent(self.parent)
+        signals.end_with(self.parent)
         if self.request.own_session:
             os.setsid()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -165,7 +164,7 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         try:
-            is_own = fork_request.is_own_user(connection)
+            is_own = forks.is_own_user(connection)
         except OSError:
             is_own = False
         if not is_own:
@@ -215,7 +214,7 @@ class Server:
         )
         self._selector.register(connection, selectors.EVENT_READ, self._kill_orphan)
         with suppress(OSError):
-            fork_request.send_number(connection, pid, process)
+            forks.send_number(connection, pid, process)
         return None
 
     def _report_end(self, connection: socket.socket) -> None:
@@ -228,7 +227,7 @@ class Server:
         with suppress(KeyError):
             self._selector.unregister(connection)
         with suppress(OSError):
-            fork_request.send_number(connection, status if by_itself else -status)
+            forks.send_number(connection, status if by_itself else -status)
         connection.close()
 
     def _kill_orphan(self, connection: socket.socket) -> None:
@@ -245,13 +244,6 @@ def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
     connection.close()
     for each in descriptors:
         os.close(each)
-
-
-def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when its parent, with the id `parent`, exits."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
@@ -286,7 +278,7 @@ def _first(
     following = os.fork() if later else 0
     if later and not following:
         server.close()
-        end_with_parent(parent)
+        signals.end_with(parent)
         server = Server(second)
         return server.load(later) or server.serve()
     second.close()

@@ -11,12 +11,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from flotilla.trainer.cluster.forks import fork_request, fork_server, forked
-from flotilla.trainer.cluster.forks.fork_request import Request
+from flotilla.trainer.cluster import fork_server, forks
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.runtime import signals
 
 SECONDS = 120
-PROGRAM = "tests.trainer.cluster.forks.program"
+PROGRAM = "tests.trainer.cluster.program"
 LOADED = "json"
 
 
@@ -53,7 +53,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
         each.close()
     try:
         # A run starts a process by itself after this timeout; a test waits longer.
-        with patch.object(fork_request, "_SECONDS", SECONDS):
+        with patch.object(forks, "_SECONDS", SECONDS):
             yield Serving(process=process, first=name, second=f"{name}.tf")
     finally:
         process.stdin.close()
@@ -70,7 +70,7 @@ class Asked:
     def __post_init__(self):
         self._read, self._write = os.pipe()
         self.output, self._output = os.pipe()
-        number = forked.high(self._read)
+        number = forks.high(self._read)
         self.wanted = Request(
             command=[sys.executable, "-m", PROGRAM, str(number), *self.arguments],
             loaded=self.loaded,
@@ -92,7 +92,7 @@ class Asked:
 
     def fork(self, address):
         with self.descriptors() as output:
-            return forked.fork(address, self.wanted, output)
+            return forks.fork(address, self.wanted, output)
 
     def says(self):
         with os.fdopen(self.output) as lines:

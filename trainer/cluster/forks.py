@@ -1,20 +1,30 @@
-"""Requests to a fork server, and their transfer over a Unix socket.
+"""Starts processes through the fork server of this run, or without a fork.
 
-The server replies with the id of the forked process, its descriptor, and finally its exit code. If
-the client closes the connection earlier, the server ends the process.
+A request to the server passes over a Unix socket. The server replies with the id of the forked
+process, its descriptor, and finally its exit code. If the client closes the connection earlier, the
+server ends the process.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import signal
 import socket
 import struct
+import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+# The variable with the server's address, which child processes inherit.
+VARIABLE = "FLOTILLA_FORK_SERVER"
+# The value that disables forking.
+NONE = "none"
+_HIGH = 200
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
 _MOST_DESCRIPTORS = 16
@@ -119,21 +129,12 @@ def send_number(connection: socket.socket, number: int, descriptor: int | None =
 
 def receive_number(connection: socket.socket) -> tuple[int, int | None]:
     """Return the next number, and its descriptor if one was sent. Raises `OSError`."""
-    head, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
-    (number,) = _NUMBER.unpack(_whole(connection, _NUMBER.size, head))
+    # A Unix socket never splits a message of this size.
+    data, descriptors, _, _ = socket.recv_fds(connection, _NUMBER.size, 1)
+    if not data:
+        raise ConnectionResetError("the connection has ended")
+    (number,) = _NUMBER.unpack(data)
     return number, descriptors[0] if descriptors else None
-
-
-def _whole(connection: socket.socket, length: int, begun: bytes = b"") -> bytes:
-    parts = [begun]
-    missing = length - len(begun)
-    while missing:
-        part = connection.recv(missing)
-        if not part:
-            raise ConnectionResetError("the connection has ended")
-        parts.append(part)
-        missing -= len(part)
-    return b"".join(parts)
 
 
 def is_own_user(connection: socket.socket) -> bool:
@@ -141,3 +142,105 @@ def is_own_user(connection: socket.socket) -> bool:
     own = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     _, user, _ = struct.unpack("3i", own)
     return bool(user == os.getuid())
+
+
+class Forked:
+    """A process forked by a fork server. The kernel ends it when the server exits.
+
+    Its methods are those of `subprocess.Popen`.
+    """
+
+    def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
+        """Watch the process `pid`, to which `descriptor` refers."""
+        self.pid = pid
+        self.returncode: int | None = None
+        self._connection = connection
+        self._descriptor = descriptor
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._follow, name=f"process {pid}", daemon=True).start()
+
+    def _follow(self) -> None:
+        try:
+            code, _ = receive_number(self._connection)
+        except OSError:
+            # The connection fails only if the server has ended, and the kernel then kills the
+            # process.
+            code = -signal.SIGKILL
+        self._connection.close()
+        self.returncode = code
+        self._has_ended.set()
+
+    def poll(self) -> int | None:
+        """Return the exit code, or None while the process runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the process to exit. Return the exit code, which is negative for a signal."""
+        if not self._has_ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal if the process is running."""
+        # Use the process descriptor, because the id may now belong to another process.
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._descriptor, sig)
+
+    def kill(self) -> None:
+        """Send SIGKILL if the process is running."""
+        self.send_signal(signal.SIGKILL)
+
+    def __del__(self) -> None:
+        """Close the descriptor of the process."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+
+
+Process = subprocess.Popen[bytes] | Forked
+
+
+def server_address() -> str:
+    """Return the address of the fork server for this process, or "" if there is none."""
+    named = os.environ.get(VARIABLE, "")
+    return "" if named == NONE else named
+
+
+def fork(address: str, wanted: Request, output: int) -> Forked | None:
+    """Return a process that the server at `address` has forked, or None if that fails."""
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.connect(f"\0{address}")
+        if not is_own_user(connection):
+            raise PermissionError("the server belongs to another user")
+        send(connection, wanted, output)
+        pid, descriptor = receive_number(connection)
+    except OSError:
+        connection.close()
+        return None
+    assert descriptor is not None
+    return Forked(connection, pid, descriptor)
+
+
+def start_process(wanted: Request, output: int) -> Process:
+    """Start a process. If possible and `loaded` is not empty, the fork server forks it."""
+    address = server_address()
+    if address and wanted.loaded and (found := fork(address, wanted, output)):
+        return found
+    return subprocess.Popen(
+        wanted.command,
+        cwd=wanted.folder,
+        env=wanted.environment,
+        pass_fds=wanted.descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=wanted.own_session,
+    )
+
+
+def high(descriptor: int) -> int:
+    """Move a descriptor to a number that no library uses, and return the number."""
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
+    os.close(descriptor)
+    return copy

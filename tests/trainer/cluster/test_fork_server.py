@@ -10,12 +10,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flotilla.trainer.cluster.forks import fork_request
-from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
+from flotilla.trainer.cluster import forks
+from tests.trainer.cluster.serving import SECONDS, Asked, has_ended, serving
 
 pytestmark = pytest.mark.cluster
 # Time limit in seconds, longer than the timeout of one request and shorter than that of two.
-HELD = 1.5 * fork_request._SECONDS
+HELD = 1.5 * forks._SECONDS
 
 
 @pytest.fixture
@@ -58,8 +58,8 @@ def test_a_copy_ends_with_its_starter_also_when_it_is_stopped(server, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
         starter.connect(f"\0{server.first}")
         with asked.descriptors() as output:
-            fork_request.send(starter, asked.wanted, output)
-        pid, descriptor = fork_request.receive_number(starter)
+            forks.send(starter, asked.wanted, output)
+        pid, descriptor = forks.receive_number(starter)
         asked.says()
         os.kill(pid, signal.SIGSTOP)
     assert has_ended(descriptor)
@@ -71,8 +71,8 @@ def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, t
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
         starter.connect(f"\0{server.first}")
         with asked.descriptors() as output:
-            fork_request.send(starter, asked.wanted, output)
-        _, descriptor = fork_request.receive_number(starter)
+            forks.send(starter, asked.wanted, output)
+        _, descriptor = forks.receive_number(starter)
         asked.says()
         # Stop the server, as if it were busy loading a module.
         server.process.send_signal(signal.SIGSTOP)
@@ -124,7 +124,7 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(SECONDS)
         with pytest.raises((ConnectionError, OSError)):
-            fork_request.receive_number(stranger)
+            forks.receive_number(stranger)
     asked = Asked(folder=tmp_path)
     assert asked.fork(server.first)
     asked.says()
@@ -142,9 +142,9 @@ def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
             starter.connect(f"\0{server.first}")
             asked = Asked(folder=tmp_path)
             with asked.descriptors() as output:
-                fork_request.send(starter, asked.wanted, output)
+                forks.send(starter, asked.wanted, output)
             assert select.select([starter], [], [], HELD)[0]
-            _, descriptor = fork_request.receive_number(starter)
+            _, descriptor = forks.receive_number(starter)
             asked.says()
             os.close(descriptor)
 
@@ -183,7 +183,7 @@ def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
 
 PROGRAM = """
 import os, sys
-from flotilla.trainer.cluster.forks import fork_server
+from flotilla.trainer.cluster import fork_server
 fork_server.show_command_line(sys.argv[1:])
 fork_server.show_command_line([*sys.argv[1:], "again"])
 # The heap grows after that.

@@ -1,1 +1,0 @@
-"""Processes forked from a server that has loaded TensorFlow."""
