@@ -23,9 +23,9 @@ import tensorflow as tf
 from benchmarks.comparisons import Comparison
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, restore
-from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.checkpoints.index import contents
+from flotilla.trainer.checkpoints.part_saver import PartServers, find_server, side_by_side
 from flotilla.trainer.checkpoints.part_server import PartServer
-from flotilla.trainer.checkpoints.servers import PartServers, find_server, side_by_side
 from flotilla.trainer.checkpoints.tensor_bundle import Variables
 from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.load import parse_config

@@ -85,7 +85,7 @@ DELETE_SECONDS = 120.0
 
 
 def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` on Kubernetes with `engine`; see `flotilla.trainer.cluster.launcher.Launcher`.
+    """Train `job` on Kubernetes with `engine`; see `flotilla.trainer.cluster.local.launch`.
 
     On SIGINT or SIGTERM, the chief publishes a last checkpoint within its grace period, and then
     the job is deleted. A second signal deletes the job without a checkpoint. `defaults` apply to

@@ -23,7 +23,7 @@ from flotilla.trainer.runtime.streams import say
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from flotilla.trainer.checkpoints.contents import Contents
+    from flotilla.trainer.checkpoints.index import Contents
     from flotilla.trainer.promotion.registry import Promotion
 
 # The columns that a narrow terminal drops first. The metric matters most, so it stays.
@@ -180,7 +180,7 @@ def show_checkpoint(
     workdir: Workdir = RUNS,
 ) -> Answer:
     """Show the variables of a checkpoint, with their row counts, sizes and parts."""
-    from flotilla.trainer.checkpoints.contents import contents
+    from flotilla.trainer.checkpoints.index import contents
 
     found = contents(_checkpoint_uri(which, workdir))
     _draw(found)

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import is_data
+from flotilla.trainer.checkpoints.index import is_data
 from flotilla.trainer.storage.manifest import MANIFEST, Manifest
 from tests.chaos.plan import OUTAGES, Fault
 from tests.chaos.stores import Store

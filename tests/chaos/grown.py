@@ -13,7 +13,7 @@ import numpy.typing as npt
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import PREFIX, find_path, is_variable
+from flotilla.trainer.checkpoints.index import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.table_shard import EVICTED, GIVEN
 
 # Shards by table name and shard number.

@@ -7,8 +7,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import contents
-from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.checkpoints.index import contents, newest_checkpoint
 from flotilla.trainer.cluster.local import reserve_cluster
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import RECOVERED
 from flotilla.trainer.checkpoints.history import VALIDATION_LOSS
-from flotilla.trainer.checkpoints.index import list_checkpoints
+from flotilla.trainer.checkpoints.index import RECOVERED, list_checkpoints
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, Restart, ServersLost
 from tests.cluster.launched import launched

@@ -17,17 +17,19 @@ import keras
 import tensorflow as tf
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.contents import PREFIX, StoredVariable, is_data, to_field
 from flotilla.trainer.checkpoints.decisions import MAX_AWAITED, Retention
 from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, read_validations
 from flotilla.trainer.checkpoints.index import (
+    PREFIX,
+    StoredVariable,
+    is_data,
     list_checkpoints,
     publish_anew,
     read_checkpoint,
     read_index,
+    to_field,
 )
-from flotilla.trainer.checkpoints.part_saver import PartSaver
-from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.checkpoints.part_saver import PartSaver, PartServers
 from flotilla.trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
 from flotilla.trainer.checkpoints.uploads import UploadQueue
 from flotilla.trainer.cluster.lease import NoLease

@@ -17,7 +17,7 @@ from flotilla.trainer.checkpoints.history import (
     read_validations,
 )
 from flotilla.trainer.checkpoints.index import list_checkpoints, publish_anew
-from flotilla.trainer.checkpoints.log_files import LogFiles
+from flotilla.trainer.checkpoints.uploads import LogFiles
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)

@@ -20,8 +20,7 @@ import tensorflow as tf
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints import contents
-from flotilla.trainer.checkpoints.contents import PREFIX
+from flotilla.trainer.checkpoints.index import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.embedding_table import may_lack
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import PASSING
@@ -88,7 +87,7 @@ class Layout:
         """Read the index of a checkpoint. The data may be missing."""
         reader = tf.train.load_checkpoint(str(prefix))
         shapes, types = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-        keys = {contents.find_path(key): key for key in shapes if contents.is_variable(key)}
+        keys = {find_path(key): key for key in shapes if is_variable(key)}
         return cls(
             keys=keys,
             shapes={path: shapes[key] for path, key in keys.items()},

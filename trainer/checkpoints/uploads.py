@@ -1,10 +1,11 @@
-"""Background uploads, one at a time. A newer upload replaces a waiting one in the same slot."""
+"""Uploads to an object store: a queue for checkpoints and history, and TensorBoard's files."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from flotilla.trainer import events, storage
@@ -21,7 +22,10 @@ class _Upload(NamedTuple):
 
 
 class UploadQueue:
-    """A thread that runs uploads, one at a time."""
+    """A thread that runs uploads, one at a time.
+
+    A newer upload replaces a waiting one in the same slot.
+    """
 
     def __init__(self) -> None:
         """Create an empty queue. The first upload starts a daemon thread."""
@@ -107,3 +111,34 @@ class UploadQueue:
             # A bug must end training, as it would on the training thread.
             self._broken = error
         return None
+
+
+class LogFiles:
+    """TensorBoard's files in a local folder, which are uploaded to an object store."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        """Copy the files in `folder` to the same paths below `uri` at each `upload`."""
+        self.folder = folder
+        self._uri = uri
+        self._uploaded: dict[Path, int] = {}
+        self._has_failed = False
+
+    def upload(self) -> None:
+        """Upload the files that have grown. Log the first failure as a warning, others as debug."""
+        try:
+            for path in sorted(self.folder.rglob("*")):
+                # Skip links, because a user's program may link to files that are not logs.
+                if (
+                    path.is_symlink()
+                    or not path.is_file()
+                    or self._uploaded.get(path) == path.stat().st_size
+                ):
+                    continue
+                data = path.read_bytes()
+                place = path.relative_to(self.folder)
+                storage.write_bytes(storage.join(self._uri, *place.parts), data)
+                self._uploaded[path] = len(data)
+        except (UserError, OSError) as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            log.log(level, "the TensorBoard logs cannot be uploaded: %s", error)
+            self._has_failed = True

@@ -21,9 +21,8 @@ import tensorflow as tf
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import checkpoints, tensor_bundle
 from flotilla.trainer.checkpoints.checkpoints import RestoredCheckpoint
-from flotilla.trainer.checkpoints.contents import PREFIX
-from flotilla.trainer.checkpoints.index import KIND
-from flotilla.trainer.checkpoints.servers import PartServers
+from flotilla.trainer.checkpoints.index import KIND, PREFIX
+from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.config.model import (
     CHAMPION,
     KERAS,

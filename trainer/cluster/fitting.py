@@ -21,18 +21,18 @@ class NotKnownError(ConfigError):
     """The dry run ended without a result."""
 
 
-def require(config: Config, dataset: str = "") -> None:
-    """Raise `ConfigError` if model and dataset do not fit. Only warn if the result is unknown."""
+def require(config: Config, dataset: str = "", is_over: Callable[[], bool] = lambda: False) -> None:
+    """Raise `ConfigError` if model and dataset do not fit.
+
+    If the result is unknown, only log a warning, or nothing if `is_over` returns true.
+    """
     if config.program.command:
         return
     try:
         try_fit(config, dataset)
     except NotKnownError as error:
-        _say_not_known(error)
-
-
-def _say_not_known(error: NotKnownError) -> None:
-    log.warning("cannot check whether the model fits the dataset: %s", error)
+        if not is_over():
+            log.warning("cannot check whether the model fits the dataset: %s", error)
 
 
 def begin(
@@ -41,19 +41,11 @@ def begin(
     on_mistake: Callable[[ConfigError], None],
     is_over: Callable[[], bool] = lambda: False,
 ) -> threading.Thread:
-    """Start a dry run in a thread, which passes a configuration error to `on_mistake`.
-
-    If the dry run ends without a result and `is_over` returns true, nothing is logged.
-    """
+    """Start `require` in a thread, which passes a configuration error to `on_mistake`."""
 
     def work() -> None:
-        if config.program.command:
-            return
         try:
-            try_fit(config, dataset)
-        except NotKnownError as error:
-            if not is_over():
-                _say_not_known(error)
+            require(config, dataset, is_over)
         except ConfigError as error:
             on_mistake(error)
 

@@ -1,11 +1,13 @@
-"""The interface of training launchers, which turn a `Job` into a published checkpoint."""
+"""A training run as a launcher sees it: the job, and the command line of each task.
+
+A launcher turns a `Job` into a published checkpoint. See `flotilla.trainer.cluster.local.launch`.
+"""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from flotilla.trainer.config.schema import Config
 
@@ -36,14 +38,3 @@ def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
     stage = [sys.executable, "-m", "flotilla.trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     return [*stage, *uris, "--workdir", str(workdir)]
-
-
-class Launcher(Protocol):
-    """A function that starts the tasks of a job, and supervises them until training is done."""
-
-    def __call__(self, job: Job) -> None:
-        """Train until the final checkpoint is published and no task is running.
-
-        Raises a `UserError` that names the task and its error, or `RunInterruptedError` after a
-        request to stop.
-        """

@@ -53,7 +53,11 @@ def _hold(sockets: ExitStack) -> int:
 
 
 def launch(job: Job) -> None:
-    """Train `job` on this machine. A signal ends training after a last checkpoint is saved."""
+    """Train `job` on this machine until the final checkpoint is published and no task is running.
+
+    A signal ends training after a last checkpoint is saved. Raises a `UserError` that names the
+    task and its error, or `RunInterruptedError` after a request to stop.
+    """
     require_gpus(job.config)
     with _cluster(job.config) as (cluster, own):
         _report_open_ports(cluster, own)

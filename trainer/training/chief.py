@@ -19,12 +19,13 @@ from typing import NoReturn
 
 import keras
 import tensorflow as tf
+from flotilla.trainer.runtime.output.streams import say
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.remote import open_checkpoints
-from flotilla.trainer.checkpoints.servers import PartServers
 from flotilla.trainer.cluster import completion, loopback, termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.lease import NoLease
@@ -51,7 +52,6 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     describe_out_of_memory,
 )
-from flotilla.trainer.runtime.output.streams import say
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number

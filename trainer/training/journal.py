@@ -23,8 +23,8 @@ import tensorflow as tf
 
 from flotilla.trainer import events
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from flotilla.trainer.checkpoints.contents import RECOVERED
 from flotilla.trainer.checkpoints.history import History
+from flotilla.trainer.checkpoints.index import RECOVERED
 from flotilla.trainer.cluster.launcher import find_run_id
 from flotilla.trainer.config.main_metric import VALIDATION, VALIDATION_LOSS
 from flotilla.trainer.config.schema import Config, TrainingConfig

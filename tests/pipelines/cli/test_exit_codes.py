@@ -18,7 +18,7 @@ from flotilla.pipelines.runs.control import Page
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.runs.upload import Version
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import Contents
+from flotilla.trainer.checkpoints.index import Contents
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import (
@@ -208,7 +208,7 @@ ROWS = {
     "checkpoint show": Row(
         words="file:///checkpoints",
         mistake="absent",
-        calls="flotilla.trainer.checkpoints.contents.contents",
+        calls="flotilla.trainer.checkpoints.index.contents",
         returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
     ),
 }

@@ -8,7 +8,7 @@ from flotilla.pipelines import models
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.models import ModelDetails, ModelVersion
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.contents import StoredVariable
+from flotilla.trainer.checkpoints.index import StoredVariable
 from flotilla.trainer.report.programs import programs
 
 FIELDS = {

@@ -10,11 +10,11 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints import part_saver, servers
+from flotilla.trainer.checkpoints import part_saver
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.part_server import PartServer
 from flotilla.trainer.checkpoints.remote import open_checkpoints
-from flotilla.trainer.checkpoints.servers import PartServers
 from tests.stores.fixtures import bucket_name
 
 SHAPES = {"model/table": [1000, 4], "model/dense/kernel": [4, 2], "optimizer/m": [4, 2]}
@@ -51,9 +51,8 @@ def two_servers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Par
     folder = tmp_path / "servers"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    for module in (part_saver, servers):
-        monkeypatch.setattr(module, "find_server", number)
-    monkeypatch.setattr(servers, "server_device", lambda _: "/CPU:0")
+    monkeypatch.setattr(part_saver, "find_server", number)
+    monkeypatch.setattr(part_saver, "server_device", lambda _: "/CPU:0")
     server = PartServer(folder, "ps-0")
     server.start()
     made = PartServers(2, None)

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import restore
-from flotilla.trainer.checkpoints.contents import contents
+from flotilla.trainer.checkpoints.index import contents
 from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage import retry

@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints import part_server, servers
+from flotilla.trainer.checkpoints import part_saver, part_server
 from flotilla.trainer.checkpoints.checkpoints import restore
+from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.part_server import PartServer, Reply, Request
-from flotilla.trainer.checkpoints.servers import PartServers
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.storage import retry
 from flotilla.trainer.storage.errors import PASSING
@@ -168,7 +168,7 @@ def test_a_server_that_can_write_no_answer_at_all_is_one_line(two_servers, monke
             raise tf.errors.PermissionDeniedError(None, None, f"{path}; Read-only file system")
         write(path, data)
 
-    monkeypatch.setattr(servers, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(part_saver, "PROBE_SECONDS", 0.0)
     monkeypatch.setattr(part_server, "_write", refuse)
     monkeypatch.setattr(part_server.os, "replace", refuse)
     monkeypatch.setattr(tf.io, "write_file", write)
@@ -195,7 +195,7 @@ def test_a_disk_that_becomes_read_only_while_a_server_is_asked_is_one_line(
         remount()
         return Reply()
 
-    monkeypatch.setattr(servers, "PROBE_SECONDS", 0.0)
+    monkeypatch.setattr(part_saver, "PROBE_SECONDS", 0.0)
     monkeypatch.setitem(part_server._ACTIONS, "discard", action)
     with pytest.raises(UserError, match=READ_ONLY):
         two_servers.ask(1, Request(action="discard", prefix="parts/x"))
