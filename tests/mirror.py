@@ -54,7 +54,6 @@ ELSEWHERE = {
     "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/embeddings/table_shard.py": ("tests/trainer/embeddings/test_embedding_table.py",),
     "trainer/storage": ("tests/trainer/storage",),
-    "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
 }
 
 

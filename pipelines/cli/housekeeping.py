@@ -26,7 +26,7 @@ from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError, UserError
 from flotilla.trainer.runtime.masking import join_lines
-from flotilla.trainer.runtime.output.streams import say
+from flotilla.trainer.runtime.streams import say
 
 if TYPE_CHECKING:
     from pathlib import Path

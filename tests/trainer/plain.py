@@ -13,10 +13,12 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.strategies.strategy import (
+    Batch,
+    Loss,
     Problem,
     Report,
     Strategy,
-    build_step,
+    build_gradient,
     checkpoint_variables,
     exact_counter,
 )
@@ -25,6 +27,20 @@ from tests.trainer.objectives import of_classes
 CLASSES = 3
 NOBODY = Cluster(addresses={})
 CHIEF = Task(role="chief", index=0)
+
+
+def build_step(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, loss: Loss
+) -> Callable[[Batch], tf.Tensor]:
+    """Return a function that applies the gradient of a batch and returns the loss."""
+    gradient = build_gradient(model, loss)
+
+    def step(batch: Batch) -> tf.Tensor:
+        value, gradients = gradient(batch)
+        optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    return step
 
 
 class Plain(Strategy):

@@ -225,7 +225,7 @@ TOPOLOGIES = {
         capabilities=Capabilities(spares_workers=True, keeps_values=True, aggregates=True),
     ),
     "in_graph": Topology(
-        implementation="flotilla.trainer.strategies.in_graph:InGraph",
+        implementation="flotilla.trainer.strategies.parameter_server:InGraph",
         capabilities=Capabilities(keeps_values=True),
     ),
     "multi_worker_mirrored": Topology(

@@ -27,8 +27,10 @@ import tensorflow as tf
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.optimizers.loss_scale import LossScale
 from flotilla.trainer.strategies.gradients import (
+    ONE,
     PureGradient,
     Tensors,
+    Towers,
     apply_and_count,
     push,
     push_state,
@@ -49,7 +51,6 @@ from flotilla.trainer.strategies.self_scheduling import (
     run_on_workers,
 )
 from flotilla.trainer.strategies.strategy import Batch, Loss, Problem, Report
-from flotilla.trainer.strategies.towers import ONE, Towers
 
 log = logging.getLogger(__name__)
 

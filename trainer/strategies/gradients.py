@@ -4,6 +4,11 @@ XLA can compile a pure function even if the variables are on other machines, and
 pure function because they change copies of the variables. `Messages` packs all values for a server
 into one message per dtype and direction, because the number of messages matters more than their
 size.
+
+A worker with several devices computes one gradient on all of them (`Towers`). Each device takes its
+own batch. All devices use the same weights, which are pulled once, and the mean of their gradients
+is pushed once. Moving averages are averaged over the towers, and each tower has its own seed. Other
+state variables may define a `join` method that merges their values.
 """
 
 from __future__ import annotations
@@ -19,13 +24,16 @@ from tensorflow.python.autograph.impl import api
 
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.embeddings.batch_rows import Lookups, Sent, Unforeseen
+from flotilla.trainer.embeddings.embedding_table import SEED
 from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.strategy import Batch, Loss
-from flotilla.trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
 # A dense tensor (zeros if the loss ignores the variable), or `IndexedSlices` for some of the rows.
 Gradient = Any
+# A function from weights, state and batch to the loss, one gradient per weight, and the new state.
+Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 
 @dataclass(frozen=True)
@@ -90,31 +98,9 @@ class Pulled:
     state: Tensors
 
 
-def pull(model: keras.Model) -> Pulled:
-    """Read all variables of the model, with one message per server and dtype."""
-    return _pull(model.trainable_variables, table_state.list_state(model))
-
-
-def _pull(trainable: Sequence[Any], state: Sequence[Any], after: Sequence[Any] = ()) -> Pulled:
-    variables = [variable.value for variable in (*trainable, *state)]
-    values = Messages(variables).pull(after)
-    weights = len(trainable)
-    return Pulled(weights=values[:weights], state=values[weights:])
-
-
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
     """Send each gradient to its variable's server, and return the tensors on the servers."""
     return Messages([variable.value for variable in model.trainable_variables]).push(gradient)
-
-
-def push_with_loss(model: keras.Model, gradient: Tensors, loss: tf.Tensor, device: str) -> Tensors:
-    """Send a gradient as `push` does, and the loss to `device`. The loss is last in the result.
-
-    The loss shares a message with the trainable float32 variables whose device name equals
-    `device`.
-    """
-    places = [*(each.value for each in model.trainable_variables), ScalarPlace(device)]
-    return Messages(places).push([*gradient, loss])
 
 
 def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
@@ -184,7 +170,9 @@ class PureGradient:
 
     def pull(self, after: Sequence[Any] = ()) -> Pulled:
         """Read the weights and the state from their devices. See `Messages.pull` for `after`."""
-        return _pull([] if self._in_place else self.dense, self.state, after)
+        weights = [] if self._in_place else self.dense
+        values = Messages([each.value for each in (*weights, *self.state)]).pull(after)
+        return Pulled(weights=values[: len(weights)], state=values[len(weights) :])
 
     @api.call_with_unspecified_conversion_status
     def forward(self, batch: Batch) -> Tensors:
@@ -255,6 +243,102 @@ class PureGradient:
         return value, found, after
 
 
+@dataclass(frozen=True, kw_only=True)
+class Towers:
+    """The devices of every worker, such as `/device:GPU:0`. Often, there is only one."""
+
+    devices: tuple[str, ...] = ("/device:CPU:0",)
+
+    def __len__(self) -> int:
+        """Return the number of batches in one step."""
+        return len(self.devices)
+
+    def take(self, iterator: Any) -> Any:
+        """Return the input of one step: a batch, or a list with one batch for each device."""
+        return next(iterator) if len(self) == 1 else [next(iterator) for _ in self.devices]
+
+    def gradient(self, gradient: Callable[[Batch], Any]) -> Callable[[Any], Any]:
+        """Return a function from the result of `take` to the mean loss and the mean gradient."""
+        if len(self) == 1:
+            return gradient
+
+        def compute_all(batches: Sequence[Batch]) -> tuple[tf.Tensor, list[Gradient]]:
+            found = []
+            for device, batch in zip(self.devices, batches, strict=True):
+                with tf.device(device):
+                    found.append(gradient(batch))
+            return _means(found)
+
+        return compute_all
+
+    def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
+        """Return a `compute` that runs on all devices. `state_of` lists the state variables."""
+        if len(self) == 1:
+            return compute
+        seeds = [variable.path.endswith(SEED) for variable in state_of]
+
+        def compute_all(weights: Tensors, state: Tensors, batches: Any) -> Any:
+            ended = []
+            for number, (device, batch) in enumerate(zip(self.devices, batches, strict=True)):
+                own = list(state)
+                with tf.device(device):
+                    if number:
+                        own = [
+                            each + tf.cast([number, 0], each.dtype) if seed else each
+                            for each, seed in zip(state, seeds, strict=True)
+                        ]
+                    ended.append(compute(weights, own, batch))
+            after = [
+                each[0] if each[0] is old else _join(variable, each)
+                for variable, old, *each in zip(
+                    state_of, state, *(moved for *_, moved in ended), strict=True
+                )
+            ]
+            return *_means([(value, found) for value, found, _ in ended]), after
+
+        return compute_all
+
+
+ONE = Towers()
+
+
+def list_towers(devices: Sequence[str]) -> Towers:
+    """Return the towers of all workers from their device names. Raises `UserError`."""
+    specs = [tf.DeviceSpec.from_string(name) for name in devices]
+    of_workers = [each for each in specs if each.job == "worker"]
+    kind = "GPU" if any(each.device_type == "GPU" for each in of_workers) else "CPU"
+    counts = dict.fromkeys(sorted(each.task for each in of_workers), 0)
+    for each in of_workers:
+        counts[each.task] += each.device_type == kind
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"worker-{worker} has {count}" for worker, count in counts.items())
+        raise UserError(
+            f"every worker needs the same number of {kind}s, but {found}: set CUDA_VISIBLE_DEVICES "
+            "if you start tasks yourself"
+        )
+    return Towers(devices=tuple(f"/device:{kind}:{i}" for i in range(max(counts.values()))))
+
+
+def mean(gradients: Sequence[Gradient]) -> Gradient:
+    """Return the mean of a variable's gradients. Sparse gradients stay sparse."""
+    if isinstance(gradients[0], tf.IndexedSlices):
+        values = tf.concat([each.values for each in gradients], 0) / len(gradients)
+        indices = tf.concat([each.indices for each in gradients], 0)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n(list(gradients)) / len(gradients)
+
+
+def _join(variable: Any, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    first = values[0]
+    join = getattr(variable, "join", mean if first.dtype.is_floating else None)
+    return join(values) if join else first
+
+
+def _means(found: Sequence[tuple[tf.Tensor, list[Gradient]]]) -> tuple[tf.Tensor, list[Gradient]]:
+    gradients = zip(*(gradient for _, gradient in found), strict=True)
+    return mean([loss for loss, _ in found]), [mean(each) for each in gradients]
+
+
 def build_pulled_gradient(  # noqa: PLR0913
     model: keras.Model,
     loss: Loss,
@@ -280,8 +364,9 @@ def build_pulled_gradient(  # noqa: PLR0913
         in_place: whether the variables are read on their devices. Otherwise they are pulled first,
             and the returned gradient is on the servers.
         towers: the devices of a worker. Each takes a batch, or a stack of batches.
-        loss_on: the device that receives the loss as the last of the gradients (see
-            `push_with_loss`). It is used only if the variables are pulled.
+        loss_on: the device that receives the loss as the last of the gradients, in one message with
+            the trainable float32 variables of the same device name. It is used only if the
+            variables are pulled.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
     compute = towers.pure(accumulate(pure, parts) if parts > 1 else pure, pure.state)
@@ -293,7 +378,8 @@ def build_pulled_gradient(  # noqa: PLR0913
         if in_place:
             return value, found
         if loss_on:
-            return value, push_with_loss(model, found, value, loss_on)
+            places = [*(each.value for each in model.trainable_variables), ScalarPlace(loss_on)]
+            return value, Messages(places).push([*found, value])
         return value, push(model, found)
 
     return gradient
@@ -334,9 +420,6 @@ def build_rows_gradient(
         return value, [arrived[id(each)] for each in model.trainable_variables]
 
     return gradient
-
-
-Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
 
 
 def accumulate(compute: Compute, parts: int) -> Compute:

@@ -1,4 +1,7 @@
-"""The base of all parameter server strategies: connection, variables, dispatch and metrics."""
+"""The base of all parameter server strategies, and the simplest of them, in-graph replication.
+
+`Served` connects to the cluster, places variables, dispatches work and reports metrics.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,25 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.embeddings import row_updates as touched_rows
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.embeddings.batch_rows import Lookups, Unforeseen, find_lookups
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.gradients import build_pulled_gradient, build_rows_gradient
+from flotilla.trainer.strategies.gradients import (
+    build_pulled_gradient,
+    build_rows_gradient,
+    list_towers,
+    mean,
+)
 from flotilla.trainer.strategies.input_position import Tally, encode_plan
 from flotilla.trainer.strategies.placement import (
     KeptValues,
     build_placed_model,
     build_slots,
     choose_places,
+    fetch_value,
     optimize_once,
     server_device,
 )
@@ -32,11 +42,11 @@ from flotilla.trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
     Problem,
+    Report,
     Sums,
     build_gradient,
     exact_counter,
 )
-from flotilla.trainer.strategies.towers import list_towers
 
 log = logging.getLogger(__name__)
 
@@ -227,16 +237,13 @@ class Served(KerasStrategy):
 
     def worker_batches(self, problem: Problem) -> Any:
         """Return per-worker iterators over batches or, with a stream, over the stored examples."""
-        if self.stream:
-            held = self.stream.held
-            made = self.coordinator.create_per_worker_dataset(
-                tf.autograph.experimental.do_not_convert(lambda _=None: held().cache().repeat())
-            )
-        else:
-            made = self.coordinator.create_per_worker_dataset(
-                tf.autograph.experimental.do_not_convert(lambda _=None: self.batches(problem))
-            )
-        return iter(made)
+        stream = self.stream
+
+        @tf.autograph.experimental.do_not_convert
+        def dataset(_: object = None) -> tf.data.Dataset:
+            return stream.held().cache().repeat() if stream else self.batches(problem)
+
+        return iter(self.coordinator.create_per_worker_dataset(dataset))
 
     def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
         """Return arguments for `lend`, so that each run of a closure gets the same examples."""
@@ -285,6 +292,67 @@ def _server_lost() -> Iterator[None]:
         if isinstance(error.__cause__, Exception) and is_lost(error.__cause__):
             raise error.__cause__ from None
         raise
+
+
+class InGraph(Served):
+    """Training by a chief that builds a tower for every worker in one function.
+
+    All towers read the same variables. Each update applies the mean of all gradients, so it waits
+    for the slowest worker.
+    """
+
+    capabilities = find_topology("in_graph").capabilities
+
+    def build_on_servers(self, problem: Problem) -> None:
+        """Build the model on the servers, and the input of each worker on that worker."""
+        self._workers = range(self.cluster.count("worker"))
+        self.build_model(problem, gradients=len(self._workers))
+        self.keep({})
+        self._tally = self.tally()
+        self._iterators = [self._batches(worker, problem) for worker in self._workers]
+        self._run_steps = self._steps(problem)
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates, each the mean of one gradient from every worker."""
+        total = self._run_steps(self._iterators, tf.constant(steps))
+        self.advance_position(steps * len(self._workers) * self.batches_of_step())
+        for index in self._workers:
+            self._tally.add(str(Task(role="worker", index=index)), steps)
+        return Report(loss=float(fetch_value(total)) / steps, metrics=self.metrics())
+
+    def _batches(self, worker: int, problem: Problem) -> Any:
+        with tf.device(f"{_device(worker)}/device:CPU:0"):
+            return iter(self.batches(problem, worker, len(self._workers)))
+
+    def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
+        gradient = tf.autograph.experimental.do_not_convert(self.gradient(problem))
+        variables = self.model.trainable_variables
+
+        @tf.function
+        def run_steps(iterators: list[Any], steps: tf.Tensor) -> tf.Tensor:
+            total = tf.constant(0.0)
+            for _ in tf.range(steps):
+                towers = []
+                for worker, iterator in zip(self._workers, iterators, strict=True):
+                    with tf.device(_device(worker)):
+                        towers.append(gradient(self.towers.take(iterator)))
+                losses = [loss for loss, _ in towers]
+                found = zip(variables, *(g for _, g in towers), strict=True)
+                means = [_mean(each, of=variable.value) for variable, *each in found]
+                self.optimizer.apply(means, variables)
+                total += tf.add_n(losses) / len(losses)
+            return total
+
+        return run_steps  # type: ignore[no-any-return]
+
+
+def _device(worker: int) -> str:
+    return f"/job:worker/task:{worker}"
+
+
+def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
+    with tf.device(of.device):
+        return mean(gradients)
 
 
 class LoopWatch:

@@ -277,20 +277,6 @@ def build_gradient(
     return tf.function(gradient, jit_compile=True, autograph=False) if jit else gradient  # type: ignore[no-any-return]
 
 
-def build_step(
-    model: keras.Model, optimizer: keras.optimizers.Optimizer, loss: Loss, *, jit: bool = False
-) -> Callable[[Batch], tf.Tensor]:
-    """Return a function that applies the gradient of a batch and returns the loss."""
-    gradient = build_gradient(model, loss, jit=jit)
-
-    def step(batch: Batch) -> tf.Tensor:
-        value, gradients = gradient(batch)
-        optimizer.apply(gradients, model.trainable_variables)
-        return value
-
-    return step
-
-
 def has_own_step(model: keras.Model) -> bool:
     """Return whether a model has its own `train_step` instead of Keras's."""
     return type(model).train_step is not keras.Model.train_step

@@ -19,7 +19,6 @@ from typing import NoReturn
 
 import keras
 import tensorflow as tf
-from flotilla.trainer.runtime.output.streams import say
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import index
@@ -52,6 +51,7 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     describe_out_of_memory,
 )
+from flotilla.trainer.runtime.streams import say
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number

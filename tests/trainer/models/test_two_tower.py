@@ -20,8 +20,8 @@ from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.strategy import build_step
 from tests.trainer.objectives import cross_entropy
+from tests.trainer.plain import build_step
 
 PAIRS = InputSpec(
     shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)

@@ -15,9 +15,9 @@ from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.strategies.strategy import build_step
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
+from tests.trainer.plain import build_step
 from tests.trainer.tasks.measuring import InParts, target
 
 IDS = ("user", "item", "shown")

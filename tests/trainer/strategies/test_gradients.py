@@ -17,22 +17,21 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.async_parameter_server import build_local_steps
 from flotilla.trainer.strategies.gradients import (
     Messages,
+    PureGradient,
     apply_and_count,
     build_pulled_gradient,
-    pull,
     push_state,
 )
 from flotilla.trainer.strategies.parameter_server import looks_up
 from flotilla.trainer.strategies.placement import build_slots
 from flotilla.trainer.strategies.strategy import (
     build_gradient,
-    build_step,
     create,
     exact_counter,
     require_updates,
 )
 from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, examples, problem_of
+from tests.trainer.plain import CHIEF, NOBODY, Plain, build_step, dense, examples, problem_of
 from tests.trainer.strategies.traced import ancestors
 
 RATE = 0.1
@@ -41,6 +40,10 @@ RATE = 0.1
 def close(found, expected, tolerance=1e-6):
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=tolerance)
+
+
+def pull(model):
+    return PureGradient(model, cross_entropy, jit=False).pull()
 
 
 def built(model=dense, optimizer="sgd"):

@@ -19,7 +19,6 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
 from flotilla.trainer.strategies.strategy import (
     Strategy,
-    build_step,
     checkpoint_variables,
     create,
     exact_counter,
@@ -27,7 +26,7 @@ from flotilla.trainer.strategies.strategy import (
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.objectives import cross_entropy
-from tests.trainer.plain import Plain, dense, examples
+from tests.trainer.plain import Plain, build_step, dense, examples
 
 
 def built(optimizer="adam", model=dense, **args):

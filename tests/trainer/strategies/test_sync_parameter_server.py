@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from flotilla.trainer.strategies import sync_parameter_server
 from flotilla.trainer.strategies.gradients import (
+    ONE,
     add_gradients,
     build_pulled_gradient,
     divide_gradient,
@@ -20,7 +21,6 @@ from flotilla.trainer.strategies.sync_parameter_server import (
     Staging,
     SyncParameterServer,
 )
-from flotilla.trainer.strategies.towers import ONE
 from tests.trainer.strategies.traced import ancestors
 
 STEP = 7

@@ -8,9 +8,8 @@ import tensorflow as tf
 from flotilla.trainer.optimizers.loss_scale import FIRST, LossScale
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.strategies.async_parameter_server import build_local_steps
-from flotilla.trainer.strategies.gradients import build_pulled_gradient
+from flotilla.trainer.strategies.gradients import ONE, Towers, build_pulled_gradient, list_towers
 from flotilla.trainer.strategies.strategy import build_gradient
-from flotilla.trainer.strategies.towers import ONE, Towers, list_towers
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import examples
 
