@@ -24,10 +24,10 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 from flotilla.trainer.config.thresholds import GateConfig
-from flotilla.trainer.evaluation import constant, noninferiority
+from flotilla.trainer.evaluation import constant
 from flotilla.trainer.evaluation.classes import compare_classes
-from flotilla.trainer.evaluation.comparison import Opponents
-from flotilla.trainer.evaluation.estimates import Metric
+from flotilla.trainer.evaluation.comparison import Opponents, compare_paired
+from flotilla.trainer.evaluation.estimates import Estimate, Metric
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.tasks.base import Part, Target, Whole
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
@@ -139,7 +139,7 @@ class Night:
         """Return whether the gate blesses the model, and whether it is proven to be better."""
         metric, rule = self._data.metric, config.champion
         mine, theirs = _estimate(own, metric), _estimate(champion, metric)
-        compared = noninferiority.compare_paired(
+        compared = compare_paired(
             mine, theirs, rule.confidence, "higher", rule.share
         )
         opponents = Opponents(objective=_OBJECTIVE, own=own, other=champion)
@@ -170,7 +170,7 @@ _OBJECTIVE: Any = SimpleNamespace(
 )
 
 
-def _estimate(examples: Whole, metric: str) -> noninferiority.Estimate:
+def _estimate(examples: Whole, metric: str) -> Estimate:
     return Metric(_OBJECTIVE, examples, metric, None).estimate()
 
 
@@ -243,7 +243,7 @@ def chain(models: str, rule: str, nights: int = CHAIN, examples: int = 2000) -> 
         own, other, old = (night.answered(Model.of(data, v)) for v in (value, champion, reference))
         if rule == "not proved worse":
             theirs, mine = _estimate(other, data.metric), _estimate(own, data.metric)
-            passed = noninferiority.compare_paired(theirs, mine, 0.95, "higher").bound <= 0
+            passed = compare_paired(theirs, mine, 0.95, "higher").bound <= 0
             gained = False
         else:
             passed, gained = night.over_champion(own, other)

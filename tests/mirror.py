@@ -50,7 +50,7 @@ ELSEWHERE = {
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
     "trainer/data/tfrecords.py": ("tests/trainer/data/preparation/test_parts.py",),
-    "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity.py",),
+    "trainer/export/smoke_request.py": ("tests/trainer/export/test_formats.py",),
     "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/embeddings/table_shard.py": ("tests/trainer/embeddings/test_embedding_table.py",),
     "trainer/storage": ("tests/trainer/storage",),

@@ -100,8 +100,8 @@ def show_model(
     from flotilla.pipelines import models as registered
     from flotilla.pipelines.cli.display import Table, display_path
     from flotilla.trainer import storage
+    from flotilla.trainer.report.heading import programs
     from flotilla.trainer.report.headline import headline
-    from flotilla.trainer.report.programs import programs
     from flotilla.trainer.report.wording import format_value, round_value
 
     found = registered.show(name, version, workdir=workdir, root=root)

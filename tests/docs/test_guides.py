@@ -27,7 +27,7 @@ from flotilla.trainer.events import StepEnd, WarmStart
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import tabular
 from flotilla.trainer.models.spec import InputSpec
-from flotilla.trainer.report.programs import programs
+from flotilla.trainer.report.heading import programs
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.training import dry_run

@@ -25,24 +25,29 @@ import numpy as np
 import tensorflow as tf
 from threadpoolctl import threadpool_limits
 
-from flotilla.trainer.baselines import columns, recommending
-from flotilla.trainer.baselines.columns import MOST_TEXTS, Columns
 from flotilla.trainer.baselines.fitting import (
+    FACTORS,
     MOST_NUMBERS,
     Answer,
     boosting,
     count_classes,
     count_labels,
     fit_outputs,
+    item_item,
     linear,
+    popularity,
 )
 from flotilla.trainer.baselines.rows import (
+    MOST_TEXTS,
     Clock,
+    Columns,
     NoBaselineError,
     Rows,
     Splits,
     batches,
     training_rows,
+    usable,
+    width,
 )
 from flotilla.trainer.data.read import stage_shards
 from flotilla.trainer.events.progress import Work
@@ -147,18 +152,25 @@ def _choose(task: Task, splits: Splits, clock: Clock) -> _Chosen:
     spec = splits.spec
     if isinstance(task, Recommendation):
         rows = training_rows(splits, task.columns, _MOST_PAIRS, clock)
-        most = min(MOST_ROWS, _MOST_OUTPUTS // (1 + 2 * recommending.FACTORS))
-        ways = _list_recommenders(task, rows)
+        most = min(MOST_ROWS, _MOST_OUTPUTS // (1 + 2 * FACTORS))
+        made_by = {
+            popularity: ("popularity", "counts of the training examples"),
+            item_item: ("item-item", "SciPy svds of item cosine similarities"),
+        }
+        ways = [
+            _Way(name=name, made_by=by, fit=partial(fit, task, rows))
+            for fit, (name, by) in made_by.items()
+        ]
         return _Chosen(ways=ways, names=task.columns, answered=most, decides=True)
     if (count := count_labels(task)) > MOST_NUMBERS:
         raise NoBaselineError(
             f"the task predicts {count} values, but baselines support at most {MOST_NUMBERS}"
         )
-    names = columns.usable(spec)
+    names = usable(spec)
     if not names:
         raise NoBaselineError("none of the inputs is a number, a class or a string")
     classes = count_classes(task)
-    wanted = _MOST_VALUES // (columns.width(spec, names) * classes)
+    wanted = _MOST_VALUES // (width(spec, names) * classes)
     rows = training_rows(splits, names, max(_FEWEST_ROWS, min(MOST_ROWS, wanted)), clock)
     known = Columns(spec, rows, classes)
     most = MOST_TEXTS if known.texts else MOST_ROWS
@@ -179,32 +191,13 @@ def _list_tabular(task: Task, known: Columns, rows: Rows, without: Sequence[str]
     kinds = [(name, f"{line} on TF-IDF features" if known.texts else line, linear, without)]
     if known.plain:
         kinds.append(("gradient boosting", trees, boosting, [*without, *known.texts]))
-    return [
-        _Way(
-            name=name,
-            made_by=f"scikit-learn {by}{_describe_omitted(out)}",
-            fit=partial(fit_outputs, kind(known), task, rows),
-        )
-        for name, by, kind, out in kinds
-    ]
-
-
-def _describe_omitted(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f", without {', '.join(names[:_NAMED])}{more}" if names else ""
-
-
-def _list_recommenders(task: Recommendation, rows: Rows) -> list[_Way]:
-    def way(name: str, made_by: str, make: Callable[..., Answer]) -> _Way:
-        def fit(clock: Clock) -> tuple[Answer, int]:
-            return make(task, rows, clock), rows.count
-
-        return _Way(name=name, made_by=made_by, fit=fit)
-
-    return [
-        way("popularity", "counts of the training examples", recommending.popularity),
-        way("item-item", "SciPy svds of item cosine similarities", recommending.item_item),
-    ]
+    ways = []
+    for name, by, kind, out in kinds:
+        more = f" and {len(out) - _NAMED} more" if len(out) > _NAMED else ""
+        omitted = f", without {', '.join(out[:_NAMED])}{more}" if out else ""
+        fit = partial(fit_outputs, kind(known), task, rows)
+        ways.append(_Way(name=name, made_by=f"scikit-learn {by}{omitted}", fit=fit))
+    return ways
 
 
 def _fit(way: _Way, chosen: _Chosen, splits: Splits, clock: Clock, share: float) -> Baseline:
@@ -230,5 +223,4 @@ def _answers(answer: Answer, splits: Splits, split: str, chosen: _Chosen, clock:
     for rows in batches(splits.spec, files, chosen.names, drawn):
         clock.check()
         found.append(Answers(rows.labels, answer(rows, clock), rows.weights))
-    joined: Answers = tf.nest.map_structure(lambda *each: np.concatenate(each), *found)
-    return joined
+    return Answers(*tf.nest.map_structure(lambda *each: np.concatenate(each), *found))

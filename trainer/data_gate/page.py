@@ -15,7 +15,7 @@ from flotilla.trainer.data_gate.findings import percent
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.statistics.statistics import CLASS, TEXT
 from flotilla.trainer.report.charts import fit_axis
-from flotilla.trainer.report.pages import environment
+from flotilla.trainer.report.report import environment
 from flotilla.trainer.runtime.masking import mask
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")

@@ -20,9 +20,8 @@ import numpy.typing as npt
 from scipy import special
 
 from flotilla.trainer.config.thresholds import ChampionRule
-from flotilla.trainer.evaluation.comparison import Opponents
-from flotilla.trainer.evaluation.noninferiority import Floats, lower_bounds
-from flotilla.trainer.tasks.base import Array, Task
+from flotilla.trainer.evaluation.comparison import Opponents, lower_bounds
+from flotilla.trainer.tasks.base import Array, Floats, Task
 
 #: Maximum number of classes to list, worst first.
 MOST_ROWS = 50

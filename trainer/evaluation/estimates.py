@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
-from flotilla.trainer.evaluation.noninferiority import Estimate, Floats, correct_bias, mean
-from flotilla.trainer.tasks.base import Array, Examples, Part, Task, Whole, sample_examples
+from flotilla.trainer.tasks.base import Array, Examples, Floats, Part, Task, Whole, sample_examples
 from flotilla.trainer.tasks.compiled import State
 from flotilla.trainer.tasks.exact.areas import influences
 from flotilla.trainer.tasks.objective import Objective, select_rows
@@ -35,6 +35,37 @@ _MOST_EXAMPLES, _FEW_GROUPS = 20_000, 40
 # Maximum number of scores in memory, over all classes.
 _MOST_SCORES = 20_000_000
 _AREAS = ("auc", "average_precision")
+
+
+class Estimate(NamedTuple):
+    """A metric, and the influence of each unit on it. The influences add up to 0.
+
+    The sum of their squares is the variance of the metric. `fewest` is the number of units that
+    limits the precision: all units, or the units of the rarer class.
+    """
+
+    value: float
+    influences: Floats
+    fewest: int
+
+    def sum_units(self, units: npt.NDArray[Any]) -> Estimate:
+        """Add up the influences of examples by unit. `units` has the unit of each example."""
+        added: Floats = np.bincount(units, self.influences).astype(np.float64)
+        return self._replace(influences=added, fewest=min(self.fewest, len(added)))
+
+
+def mean(values: Floats, weights: Floats | None = None) -> Estimate:
+    """Return the weighted mean of values [n], with the influence of each. Weights may be 0."""
+    weights = np.ones(len(values)) if weights is None else np.asarray(weights, np.float64)
+    shares = weights / max(weights.sum(), 1e-300)
+    value = float(shares @ values)
+    fewest = int(np.count_nonzero(weights))
+    return Estimate(value, shares * (values - value) * correct_bias(fewest), fewest)
+
+
+def correct_bias(count: int) -> float:
+    """Return the factor that corrects a standard error for a small sample of `count` units."""
+    return float(np.sqrt(count / (count - 1))) if count > 1 else 1.0
 
 
 @dataclass(frozen=True)

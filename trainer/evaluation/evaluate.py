@@ -41,8 +41,7 @@ from flotilla.trainer.evaluation.predictions import (
     measure_predictions,
     predict,
 )
-from flotilla.trainer.evaluation.program_model.load import PROGRAM, load_program_model
-from flotilla.trainer.evaluation.program_model.outputs import describe_taken
+from flotilla.trainer.evaluation.program_model import PROGRAM, describe_taken, load_program_model
 from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.evaluation.threshold import choose_thresholds
@@ -108,7 +107,11 @@ def evaluate(  # noqa: PLR0913, PLR0917
         with closing(writer), _naming(dataset), Work(_PREDICTING, "rows", writer.rows) as work:
             found = predict(objective, trained.model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        summary = {**summarize_predictions(spec, objective, found, features), **trained.facts}
+        summary = {
+            **summarize_predictions(spec, objective, found, features),
+            "global_step": trained.global_step,
+            **trained.described,
+        }
         judges = Judges.load(dataset, config.data.gate)
         remarks = judges.remarks(checkpoint) if judges else []
         summary["remarks"] = [*remarks, *describe_taken(config.program.outputs, trained.described)]
@@ -230,11 +233,6 @@ class TrainedModel:
     global_step: int
     described: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The entries for `metrics.json`."""
-        return {"global_step": self.global_step, **self.described}
-
 
 def load_trained_model(  # noqa: PLR0913, PLR0917
     config: Config,
@@ -260,9 +258,8 @@ def load_trained_model(  # noqa: PLR0913, PLR0917
     batches = evaluation_batches(spec, files, batch_size=_EXAMPLES)
     examples, *_ = keras.utils.unpack_x_y_sample_weight(next(iter(batches)))
     named = examples if isinstance(examples, Mapping) else {spec.inputs[0]: examples}
-    own = load_program_model(found, spec, objective, named, config.program.outputs)
-    described = {PROGRAM: own.describe()}
-    return TrainedModel(model=own.model, global_step=found.global_step, described=described)
+    model, described = load_program_model(found, spec, objective, named, config.program.outputs)
+    return TrainedModel(model=model, global_step=found.global_step, described={PROGRAM: described})
 
 
 def require_positive(task: Task, spec: DatasetSpec, found: RestoredCheckpoint) -> None:

@@ -3,7 +3,7 @@
 The published model consists of the formats in `flotilla.trainer.export.formats` and these files:
 
     labels.txt      the class names, one per line, if the task has classes
-    model_card.md   the model card
+    model_card.md   the model card (Mitchell et al. 2019), from measured values only
     request.json    real examples, in the format of TensorFlow Serving's REST API
     kserve.yaml     a KServe InferenceService
     parity.json     how much the predictions of each format differ from the original
@@ -21,10 +21,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import keras
 
 from flotilla.trainer import signing, storage
-from flotilla.trainer.config.program import hide_environment
+from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.config.program import describe_program, hide_environment
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
@@ -35,16 +37,19 @@ from flotilla.trainer.evaluation.evaluate import (
     load_trained_model,
     read_inputs,
 )
-from flotilla.trainer.evaluation.program_model.load import is_saved_model
+from flotilla.trainer.evaluation.program_files import SAVED_MODEL
+from flotilla.trainer.evaluation.program_model import PROGRAM
 from flotilla.trainer.evaluation.signature import (
     LABELS,
+    SERIALIZED,
+    SERVING,
     describe_inputs,
     find_positive,
     list_kinds,
     list_labels,
     list_links,
+    map_outputs,
 )
-from flotilla.trainer.export import model_card
 from flotilla.trainer.export.formats import FORMATS, format_path
 from flotilla.trainer.export.parity import (
     Batch,
@@ -58,13 +63,24 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.promotion import gate, kserve
+from flotilla.trainer.report import headline, views
+from flotilla.trainer.report.wording import (
+    NOTHING,
+    format_value,
+    interval_text,
+    round_value,
+    spell_metric,
+)
 from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.runtime.masking import one_line
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.objective import Objective
 
 KIND = "model"
 PARITY_EXAMPLES = 512
 CALIBRATION_EXAMPLES = 200
+# Maximum number of class names that the card lists.
+_MOST_NAMES = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,60 +123,50 @@ def export(  # noqa: PLR0913, PLR0917
         with fresh_process(folder) as process:
             objective = tasks.make_objective(config, spec)
             trained = load_trained_model(config, spec, objective, checkpoint, scratch, dataset)
-            step = trained.global_step
-            facts = model_card.Facts(
-                config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
-            )
-            forms = {"formats": _list_formats(config, trained), **trained.described}
-            calibrated = any(FORMATS[form].calibrated for form in forms["formats"])
+            formats = _list_formats(config, trained)
+            calibrated = any(FORMATS[form].calibrated for form in formats)
             subject = _original(trained.model, objective, spec, dataset, scratch, calibrated)
-            fields = {**_fields(facts, subject, evaluation, made_from), **forms}
+            fields = {
+                **_describe(config, subject, trained.global_step, evaluation, made_from),
+                "decision": decision,
+                "formats": formats,
+                **trained.described,
+            }
             parity = _write_forms(folder, subject, fields, process)
         if "keras" in fields["formats"]:
             fields["keras_modules"] = keras_file.list_modules(folder / format_path("keras", "", 0))
         if spec.learnt.data:
             (folder / statistics.FILE).write_bytes(spec.learnt.data)
-        _write_texts(folder, facts, parity, fields, output)
+        _write_json(folder / "parity.json", parity)
+        _write_json(folder / "config.json", hide_environment(config.model_dump(mode="json")))
+        _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
+        _write_text(folder / "model_card.md", _write_card(config, parity, fields))
         signing.sign(folder, fields)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
 
-def _write_texts(
-    folder: Path,
-    facts: model_card.Facts,
-    parity: Mapping[str, Any],
-    fields: Mapping[str, Any],
-    output: str,
-) -> None:
-    _write_json(folder / "parity.json", parity)
-    _write_json(folder / "config.json", hide_environment(facts.config.model_dump(mode="json")))
-    _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
-    _write_text(folder / "model_card.md", model_card.write_card(facts, parity, fields))
-
-
-def _fields(
-    facts: model_card.Facts, subject: Original, evaluation: str, made_from: Mapping[str, str]
+def _describe(
+    config: Config, subject: Original, step: int, evaluation: str, made_from: dict[str, str]
 ) -> dict[str, Any]:
-    config, spec = facts.config, subject.spec
+    spec, task = subject.spec, subject.task
     return {
         "name": config.name,
-        "global_step": facts.step,
+        "global_step": step,
         "inputs": describe_inputs(spec),
-        "reads": read_recorded(spec, storage.read_manifest(facts.dataset), config.data),
-        "task": subject.task.name,
+        "reads": read_recorded(spec, storage.read_manifest(made_from["dataset"]), config.data),
+        "task": task.name,
         **subject.objective.judged_by,
         "outputs": subject.columns(),
-        "num_labels": len(subject.task.labels),
-        "labels": list_labels(subject.task),
-        "kinds": list_kinds(subject.task),
-        "links": list_links(subject.task),
-        "positive": find_positive(subject.task),
+        "num_labels": len(task.labels),
+        "labels": list_labels(task),
+        "kinds": list_kinds(task),
+        "links": list_links(task),
+        "positive": find_positive(task),
         "threshold": _thresholds(evaluation),
-        "saved_model": format_path("saved_model", config.name, facts.step),
-        "decision": facts.decision,
+        "saved_model": format_path("saved_model", config.name, step),
         "evaluation": evaluation,
-        "made_from": dict(made_from),
+        "made_from": made_from,
     }
 
 
@@ -190,9 +196,8 @@ def _write_forms(
 
 
 def _list_formats(config: Config, trained: TrainedModel) -> list[str]:
-    if not is_saved_model(trained.described):
-        return list(config.export.formats)
-    return [form for form in config.export.formats if form != "keras"]
+    is_saved_model = trained.described.get(PROGRAM, {}).get("layout") == SAVED_MODEL
+    return [form for form in config.export.formats if form != "keras" or not is_saved_model]
 
 
 def _original(  # noqa: PLR0913, PLR0917
@@ -251,3 +256,57 @@ def _write_text(path: Path, text: str) -> None:
 
 def _write_json(path: Path, tree: object) -> None:
     _write_text(path, json.dumps(tree, indent=1, ensure_ascii=False))
+
+
+def _write_card(config: Config, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+    decided = storage.read_json(fields["decision"], "decision.json")
+    measured = storage.read_json(decided["evaluation"], "metrics.json")
+    # Compute the headline here, because decisions of earlier versions do not contain one.
+    facts = {"name": config.name, "verdict": decided["decision"], "rules": decided["rules"]}
+    return make_template().render(
+        config=config,
+        program=describe_program(config.model_dump(mode="json")),
+        step=fields["global_step"],
+        dataset=storage.read_manifest(fields["made_from"]["dataset"]).fields,
+        decided=decided,
+        measured=measured,
+        metric=MainMetric.of(measured).name,
+        headline=headline.headline({**facts, "measured": headline.describe_metric(measured)}),
+        rows=views.metric_rows(measured, measured["metrics"]),
+        opponents=[_cell(name) for name in headline.opponents(measured)],
+        remarks=views.remarks(measured),
+        slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
+        parity=parity,
+        fields=fields,
+        positives=map_outputs(fields["positive"]),
+        thresholds=map_outputs(fields["threshold"]),
+    )
+
+
+def make_template() -> jinja2.Template:
+    """Return the template of the model card, with the filters that it uses."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    made.filters.update(
+        cell=_cell,
+        code=lambda text: " ".join(one_line(str(text)).replace("`", "'").split()),
+        formatted=format_value,
+        interval=lambda pair: interval_text(pair) or NOTHING,
+        number=round_value,
+        words=lambda name: _cell(spell_metric(name)),
+    )
+    made.globals.update(
+        labels_file=LABELS, most_names=_MOST_NAMES, serialized=SERIALIZED, serving=SERVING
+    )
+    return made.get_template("model_card.md.j2")
+
+
+def _cell(text: object) -> str:
+    """Escape text so that it can neither end its table cell nor create a link or tag."""
+    plain = " ".join(one_line(str(text)).split()) or "(empty)"
+    return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)

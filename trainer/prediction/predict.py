@@ -19,18 +19,19 @@ from typing import Any
 import pyarrow as pa
 
 from flotilla.trainer.events.progress import Work
-from flotilla.trainer.prediction.answers import make_columns, unsound
 from flotilla.trainer.prediction.exported_model import ExportedModel, fetch_model
 from flotilla.trainer.prediction.inputs import (
+    STANDARD_OUTPUT,
     Batch,
     Examples,
     FileExamples,
+    Request,
     SplitExamples,
+    Summary,
     choose_batch_size,
     say,
 )
-from flotilla.trainer.prediction.output import WRITERS, Writer, write_rows
-from flotilla.trainer.prediction.request import STANDARD_OUTPUT, Request, Summary
+from flotilla.trainer.prediction.output import WRITERS, Writer, make_columns, unsound, write_rows
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.json_records import read_record, tree_of
 from flotilla.trainer.runtime.masking import printable

@@ -11,7 +11,7 @@ published directory with `decision.json`:
      "champion": URI or "", "evaluation": URI, "global_step"}
 
 `key` is the configuration key that sets the threshold, `note` is a remark, and `found` is the
-result of a comparison (see `flotilla.trainer.report.rules`). A value that is not finite becomes
+result of a comparison (see `flotilla.trainer.report.headline`). A value that is not finite becomes
 null, and never passes.
 """
 
@@ -30,7 +30,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import ChampionRule, GateConfig, present_name, split_rule
 from flotilla.trainer.report import headline
-from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
+from flotilla.trainer.report.headline import CLASS_MARGIN, CONSTANT, DIFFERENCE, MARGIN, sentence
 from flotilla.trainer.report.wording import shorten_name
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 

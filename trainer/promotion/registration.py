@@ -23,8 +23,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.class_names import are_same
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
-from flotilla.trainer.report.headline import headline
-from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
+from flotilla.trainer.report.headline import CLASS_MARGIN, CONSTANT, MARGIN, headline
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.tracking import addresses, promotions

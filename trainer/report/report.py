@@ -47,25 +47,39 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.program import hide_environment
 from flotilla.trainer.events.progress import duration
-from flotilla.trainer.report import heading, headline, pages, views
+from flotilla.trainer.report import heading, headline, views
 from flotilla.trainer.report.charts import is_constant, line_chart
-from flotilla.trainer.report.rules import sentence
-from flotilla.trainer.report.wording import format_value, key_metrics, round_value, title_metric
-from flotilla.trainer.runtime.masking import mask, one_line
-
-_TEMPLATE = "report.html.j2"
-_ACROSS, _NAMED = "global_step", "global steps"
-_CHARTS = (
-    ("Learning rate", {"learning_rate": "training"}),
-    ("Global steps per second", {"steps_per_second": "training"}),
-    ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
+from flotilla.trainer.report.headline import sentence
+from flotilla.trainer.report.wording import (
+    format_value,
+    interval_text,
+    key_metrics,
+    like,
+    round_value,
+    spell_metric,
+    title_metric,
 )
+from flotilla.trainer.runtime.masking import mask, one_line, printable
+
+_OWN = Path(__file__).parent
+_ACROSS, _NAMED = "global_step", "global steps"
+_RATE = "Learning rate"
+_CHARTS = {
+    _RATE: {"learning_rate": "training"},
+    "Global steps per second": {"steps_per_second": "training"},
+    "Staleness in updates": {"staleness_mean": "mean", "staleness_p95": "95th percentile"},
+}
 # The page lists only the newest incidents. The event log has all of them.
 _MOST_INCIDENTS = 200
 # Keys to omit from the details of an incident.
 _APART = ("event", "time", "last_lines")
 # Keys to omit from the details of a worst example.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
+
+# The characters to escape, the maximum length of a list, and the lineage, in the summary.
+_MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
+_MOST = 12
+_LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 
 Facts = Mapping[str, Any]
 
@@ -74,6 +88,12 @@ def write(facts: Facts, path: Path) -> None:
     """Write the report of a run to `path`, atomically. Raises `UserError`."""
     page = mask(render(facts))
     storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
+
+
+def _make_yaml(config: object) -> str:
+    plain = json.loads(json.dumps(config, default=str))
+    found: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None)
+    return found if config else ""
 
 
 def render(facts: Facts) -> str:
@@ -110,7 +130,7 @@ def render(facts: Facts) -> str:
         marks=[mark for bar in bars for mark in bar.marks],
         incidents=_number_incidents(incidents),
         passed_over=len(incidents[:-_MOST_INCIDENTS]),
-        config=_yaml(hide_environment(facts.get("config") or {})),
+        config=_make_yaml(hide_environment(facts.get("config") or {})),
         registered=facts.get("registered") or {},
         **_describe_metrics(evaluation, facts),
     )
@@ -152,25 +172,23 @@ def _describe_training(facts: Facts, incidents: Sequence[Facts]) -> dict[str, An
     said = next((e for e in (evaluation, *steps) if e.get("main_metric")), {})
     metrics = views.training(history, MainMetric.of(said or evaluation).name)
     drawn = {title_metric(name): series for name, series in metrics.items()}
-    charts, constant = [], _describe_selection(steps)
-    for title, series in {**drawn, **dict(_CHARTS)}.items():
-        value = (
-            is_constant(history, _ACROSS, next(iter(series))) if title == "Learning rate" else None
+    constant, rate = _describe_selection(steps), is_constant(history, _ACROSS, "learning_rate")
+    drawn |= _CHARTS
+    if rate is not None:
+        constant.append(f"{_RATE}: {round_value(rate)} throughout.")
+        del drawn[_RATE]
+    charts = [
+        line_chart(
+            title,
+            history,
+            _ACROSS,
+            series,
+            flags=flags,
+            logarithmic="loss" in title.lower(),
+            named=_NAMED,
         )
-        if value is not None:
-            constant.append(f"{title}: {round_value(value)} throughout.")
-            continue
-        charts.append(
-            line_chart(
-                title,
-                history,
-                _ACROSS,
-                series,
-                flags=flags,
-                logarithmic="loss" in title.lower(),
-                named=_NAMED,
-            )
-        )
+        for title, series in drawn.items()
+    ]
     return {
         "charts": [chart for chart in charts if chart],
         "constant": constant,
@@ -282,15 +300,39 @@ def earlier(step: Facts) -> str:
     return f" + {duration(step.get('earlier_seconds'))} in {tries - 1} earlier {word}"
 
 
+def environment(folder: Path = _OWN) -> jinja2.Environment:
+    """Return an environment for HTML templates in `folder`, which may include this package's."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, _OWN]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=lambda value: printable(value) if type(value) is str else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals["share"] = like(0.5)
+    made.filters.update(
+        duration=duration,
+        formatted=format_value,
+        interval=interval_text,
+        rounded=round_value,
+        sentence=sentence,
+        spoken=spell_metric,
+        titled=title_metric,
+        words=lambda name: str(name).replace("_", " "),
+    )
+    return made
+
+
 @cache
 def _template() -> jinja2.Template:
-    made = pages.environment()
-    made.filters["earlier"] = earlier
-    made.filters["href"] = heading.href
-    made.filters["key_metrics"] = lambda found: (
-        key_metrics(found) if isinstance(found, Mapping) else found
+    made = environment()
+    made.filters.update(
+        earlier=earlier,
+        href=heading.href,
+        key_metrics=lambda found: key_metrics(found) if isinstance(found, Mapping) else found,
     )
-    return made.get_template(_TEMPLATE)
+    return made.get_template("report.html.j2")
 
 
 def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
@@ -339,18 +381,6 @@ def _number_incidents(events: Sequence[Facts]) -> list[dict[str, str]]:
     return found[-_MOST_INCIDENTS:]
 
 
-def _yaml(config: object) -> str:
-    if not config:
-        return ""
-    plain = json.loads(json.dumps(config, default=str))
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None)
-
-
-_MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
-_MOST = 12
-_LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
-
-
 def to_markdown(facts: Facts, report: str) -> bytes:
     """Return the summary of a run as Markdown.
 
@@ -359,43 +389,42 @@ def to_markdown(facts: Facts, report: str) -> bytes:
     verdict = str(facts.get("verdict") or "unknown")
     cost, notes = facts.get("cost") or {}, facts.get("notes") or ()
     evaluation = facts.get("evaluation") or {}
-    intervals, opponents = (
-        evaluation.get("intervals") or {},
-        map(plain, headline.opponents(evaluation)),
-    )
+    intervals = evaluation.get("intervals") or {}
+    opponents = map(plain, headline.opponents(evaluation))
     rows = views.metric_rows(evaluation, facts.get("metrics") or {})
+    rules = [
+        (sentence(each, intervals), "passed" if each.get("passed") else "failed")
+        for each in list_rules(facts)
+    ]
+    steps = [
+        (
+            each.get("step", ""),
+            each.get("status", ""),
+            f"{duration(each.get('seconds'))}{earlier(each)}",
+        )
+        for each in facts.get("steps") or ()
+    ]
+    lineage = facts.get("lineage") or {}
     blocks = [
         [f"# {plain(facts.get('run_id') or 'run')}: {plain(verdict)}"],
         [f"**{plain(make_headline(facts))}**"],
         [f"- {plain(each)}" for each in list_reasons(facts)[:_MOST]],
         [f"- ⚠ {plain(each)}" for each in [*notes, *list_warnings(facts)][:_MOST]],
-        table(("metric", "model", *opponents), [_row(each) for each in rows[:_MOST]]),
-        table(("rule", ""), [_rule(each, intervals) for each in list_rules(facts)[:_MOST]]),
-        table(("step", "ended", "duration"), [_step(each) for each in facts.get("steps") or ()]),
+        table(
+            ("metric", "model", *opponents),
+            [
+                (title_metric(each["name"]), *(text for text, _ in each["cells"]))
+                for each in rows[:_MOST]
+            ],
+        ),
+        table(("rule", ""), rules[:_MOST]),
+        table(("step", "ended", "duration"), steps),
         table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
-        table(("from", "what"), _lineage(facts)),
+        table(("from", "what"), [(n, lineage[n]) for n in _LINEAGE if lineage.get(n)]),
         [f"Full report: {code(report)}"] if report else [],
     ]
     text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
     return text.encode(errors="backslashreplace")
-
-
-def _row(row: Facts) -> tuple[object, ...]:
-    return (title_metric(row["name"]), *(text for text, _ in row["cells"]))
-
-
-def _rule(rule: Facts, intervals: Facts) -> tuple[object, ...]:
-    return (sentence(rule, intervals), "passed" if rule.get("passed") else "failed")
-
-
-def _step(step: Facts) -> tuple[object, ...]:
-    seconds = f"{duration(step.get('seconds'))}{earlier(step)}"
-    return (step.get("step", ""), step.get("status", ""), seconds)
-
-
-def _lineage(facts: Facts) -> list[tuple[str, object]]:
-    lineage = facts.get("lineage") or {}
-    return [(name, lineage[name]) for name in _LINEAGE if lineage.get(name)]
 
 
 def table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from flotilla.trainer.report.charts import Axis, Tick, fit_axis, format_tick
-from flotilla.trainer.report.pages import environment
+from flotilla.trainer.report.report import environment
 from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.sweeps.sweep import Objective, Sweep, Trial, find_best, make_table
 

@@ -9,7 +9,7 @@ from flotilla.pipelines.cli import app
 from flotilla.pipelines.models import ModelDetails, ModelVersion
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import StoredVariable
-from flotilla.trainer.report.programs import programs
+from flotilla.trainer.report.heading import programs
 
 FIELDS = {
     "global_step": 20,

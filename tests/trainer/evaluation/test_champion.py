@@ -16,7 +16,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import gate
-from flotilla.trainer.report.rules import CLASS_MARGIN, MARGIN
+from flotilla.trainer.report.headline import CLASS_MARGIN, MARGIN
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks import registry as tasks
 from tests.trainer import small_run

@@ -14,8 +14,8 @@ from sklearn import metrics as scores
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import TaskConfig
 from flotilla.trainer.evaluation.threshold import best, read_thresholds
-from flotilla.trainer.prediction.answers import make_columns as answers_columns
 from flotilla.trainer.prediction.exported_model import fetch_model
+from flotilla.trainer.prediction.output import make_columns as answers_columns
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.evaluation.two_classes import TwoClasses, source
 from tests.trainer.small_run import publish_checkpoint

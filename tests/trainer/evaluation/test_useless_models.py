@@ -15,7 +15,7 @@ from flotilla.trainer.evaluation.champion import Champion, compare_champion
 from flotilla.trainer.evaluation.evaluate import evaluate, summarize_predictions
 from flotilla.trainer.evaluation.predictions import Predictions, unsound
 from flotilla.trainer.promotion import gate
-from flotilla.trainer.report.rules import CLASS_MARGIN, CONSTANT, MARGIN
+from flotilla.trainer.report.headline import CLASS_MARGIN, CONSTANT, MARGIN
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Part, Task, Whole
 from flotilla.trainer.tasks.binary_classification import BinaryClassification

@@ -13,7 +13,7 @@ import tensorflow as tf
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.export import model_card
+from flotilla.trainer.export.export import make_template
 from tests.trainer import small_run
 
 # Keras's `save` converts TensorFlow tensors in a way that NumPy 2 deprecates.
@@ -178,7 +178,7 @@ def test_a_decision_that_was_changed_by_hand_does_not_count(run, tmp_path):
 
 
 def training_of(config: Config) -> str:
-    template = model_card.template()
+    template = make_template()
     return "".join(
         template.blocks["training"](
             template.new_context({"config": config, "program": "", "step": 3})

@@ -19,7 +19,7 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import keras_file, registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.models.vocabulary import Vocabulary, Words
-from flotilla.trainer.report.programs import programs
+from flotilla.trainer.report.heading import programs
 from tests.trainer.models.test_tabular import EXAMPLES, spec_of
 
 ID = FeatureSpec(shape=(), dtype="int64", stored="int")

@@ -12,8 +12,7 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.trainer.prediction.answers import make_columns, unsound
-from flotilla.trainer.prediction.output import WRITERS
+from flotilla.trainer.prediction.output import WRITERS, make_columns, unsound
 from flotilla.trainer.runtime.errors import UserError
 
 LABELS = ["cat", "dog"]

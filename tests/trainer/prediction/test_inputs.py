@@ -12,8 +12,8 @@ from PIL import Image
 
 from flotilla.trainer import storage
 from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.prediction.inputs import Request
 from flotilla.trainer.prediction.predict import predict
-from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer import small_run
 from tests.trainer.prediction import made_model

@@ -17,8 +17,8 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.events import DataNote, listen
+from flotilla.trainer.prediction.inputs import Request
 from flotilla.trainer.prediction.predict import predict
-from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
 from tests.stores.fixtures import bucket_name

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.evaluation import noninferiority
+from flotilla.trainer.evaluation.comparison import Pairs, compare_shares
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.promotion.gate import Rule
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -270,8 +270,8 @@ def check(folder: Path, policy: dict[str, Any], **measured: Any) -> gate.Decisio
 
 def champion(only_challenger: int, only_champion: int, both: int = 900) -> dict[str, Any]:
     """Return a comparison from the numbers of examples that only one of two models got right."""
-    pairs = noninferiority.Pairs(both, only_challenger, only_champion, 0)
-    count, found = sum(pairs), noninferiority.shares(pairs, 0.95)
+    pairs = Pairs(both, only_challenger, only_champion, 0)
+    count, found = sum(pairs), compare_shares(pairs, 0.95)
     return {
         "uri": CHAMPION,
         "incomparable": "",

@@ -30,9 +30,8 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.features.statistics.statistics import Learnt
 from flotilla.trainer.prediction.exported_model import ExportedModel
-from flotilla.trainer.prediction.inputs import FileExamples
+from flotilla.trainer.prediction.inputs import FileExamples, Request
 from flotilla.trainer.prediction.predict import predict
-from flotilla.trainer.prediction.request import Request
 from flotilla.trainer.tasks.registry import make_objective
 from tests.trainer.data.files.sources import read, source
 

@@ -18,8 +18,6 @@ import tensorflow as tf
 from tensorflow.core.protobuf.meta_graph_pb2 import MetaGraphDef
 from tensorflow.core.protobuf.saved_model_pb2 import SavedModel
 
-from flotilla.trainer.evaluation.program_model.inputs import Argument
-from flotilla.trainer.evaluation.program_model.outputs import name_outputs
 from flotilla.trainer.evaluation.signature import SERVING
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.runtime import user_code
@@ -34,18 +32,38 @@ _VERSION = re.compile(r"[0-9]{1,18}")
 _REFERENCES = {"Variable", "VariableV2"}
 
 
+Size = int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Argument:
+    """An argument of a model. The shape includes the batch axis. None means any shape."""
+
+    name: str
+    shape: tuple[Size, ...] | None
+    dtype: str
+
+    def __str__(self) -> str:
+        """Return a description for messages."""
+        return f"{self.name!r} ({describe_tensor(self.dtype, self.shape)})"
+
+
+def describe_tensor(dtype: str, shape: tuple[Size, ...] | None) -> str:
+    """Describe a tensor and its batch axis for a message, as in `float32 [any, 3]`."""
+    sizes = "..." if shape is None else ", ".join("any" if n is None else str(n) for n in shape)
+    return f"{dtype} [{sizes}]"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Callee:
     """A loaded model.
 
     Attributes:
-        layout: `saved_model` or `keras`.
         takes: its arguments, keyed by name, or None if the model does not declare them.
         call: calls the model with tensors or symbolic tensors by argument, or by feature if it
             declares no arguments. The result has the outputs by name.
     """
 
-    layout: str
     takes: Mapping[str, Argument] | None
     call: Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -119,13 +137,15 @@ def _read_saved_model(folder: Path) -> Callee:
         )
         for name, each in takes.items()
     }
-    return Callee(layout=SAVED_MODEL, takes=arguments, call=Signature(loaded, function))
+    return Callee(takes=arguments, call=Signature(loaded, function))
 
 
 def _choose_signature(names: Iterable[str]) -> str:
     known = [name for name in names if not name.startswith("__")]
-    if SERVING in known or len(known) == 1:
-        return SERVING if SERVING in known else known[0]
+    if SERVING in known:
+        return SERVING
+    if len(known) == 1:
+        return known[0]
     there = ", ".join(map(repr, sorted(known))) or "none"
     raise UserError(
         f"the SavedModel has no signature {SERVING!r} (it has {there}); pass the function that "
@@ -197,23 +217,18 @@ def _read_keras(path: Path) -> Callee:
             f"{user_code.short_message(error)}; export a SavedModel with model.export, which does "
             "not need the classes of the program"
         ) from error
-    return Callee(layout=KERAS, takes=_arguments(model), call=_caller(model))
+    return _wrap_keras(model)
 
 
-def _arguments(model: keras.Model) -> dict[str, Argument] | None:
+def _wrap_keras(model: keras.Model) -> Callee:
     graph = getattr(model, "_functional", None) or model
     inputs = getattr(graph, "_inputs_struct", None)
-    if inputs is None:
-        return None
-    return {
-        name: Argument(name=name, shape=tuple(each.shape), dtype=each.dtype)
-        for name, each in name_outputs(inputs, getattr(graph, "input_names", ())).items()
-    }
-
-
-def _caller(model: keras.Model) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    graph = getattr(model, "_functional", None) or model
-    inputs = getattr(graph, "_inputs_struct", None)
+    takes = None
+    if inputs is not None:
+        takes = {
+            name: Argument(name=name, shape=tuple(each.shape), dtype=each.dtype)
+            for name, each in _by_name(inputs, getattr(graph, "input_names", ())).items()
+        }
 
     def call(given: Mapping[str, Any]) -> dict[str, Any]:
         values: Any = list(given.values())
@@ -223,6 +238,16 @@ def _caller(model: keras.Model) -> Callable[[Mapping[str, Any]], dict[str, Any]]
             values = values[0]
         with keras_file.inputs_by_feature():
             found = model(values, training=False)
-        return name_outputs(found, getattr(model, "output_names", ()))
+        return _by_name(found, getattr(model, "output_names", ()))
 
-    return call
+    return Callee(takes=takes, call=call)
+
+
+def _by_name(values: Any, names: Any) -> dict[str, Any]:
+    """Return inputs or outputs, keyed by name. Listed ones get the given names, or numbers."""
+    if isinstance(values, Mapping):
+        return dict(values)
+    if isinstance(values, list | tuple):
+        known = list(names) if len(names) == len(values) else list(map(str, range(len(values))))
+        return dict(zip(known, values, strict=True))
+    return {"output": values}

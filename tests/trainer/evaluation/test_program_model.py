@@ -11,9 +11,24 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.evaluation.evaluate import evaluate
+from flotilla.trainer.evaluation.program_files import find_model
+from flotilla.trainer.evaluation.program_model import (
+    Argument,
+    convert,
+    match_arguments,
+    match_outputs,
+)
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.tasks.base import Target
+from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.multi_output import MultiOutput
+from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.regression import Regression
 from tests.trainer import small_run
-from tests.trainer.evaluation.program_model import programs
+from tests.trainer.evaluation import programs
 from tests.trainer.evaluation.two_classes import TwoClasses, source
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -263,3 +278,182 @@ def test_two_classes_are_those_of_the_records(customers, tmp_path, name):
     measured = storage.read_json(evaluation, "metrics.json")
     assert measured["metrics"]["auc"] > 0.75
     assert measured["positive"] == "leaves"
+
+
+@pytest.mark.parametrize(
+    ("paths", "found"),
+    [
+        (["saved_model.pb", "variables/variables.index"], ("saved_model", "")),
+        (["1/saved_model.pb", "12/saved_model.pb", "9/saved_model.pb"], ("saved_model", "12")),
+        (["export/saved_model.pb", "notes.txt"], ("saved_model", "export")),
+        (["best.keras", "notes.txt"], ("keras", "best.keras")),
+        # A SavedModel is preferred, because its signature describes the inputs.
+        (["saved_model.pb", "best.keras"], ("saved_model", "")),
+    ],
+)
+def test_the_model_of_a_folder(paths, found):
+    assert find_model(paths) == found
+
+
+@pytest.mark.parametrize(
+    "paths",
+    [[], ["a.keras", "b.keras"], ["one/saved_model.pb", "two/saved_model.pb"], ["model.h5"]],
+)
+def test_what_is_no_model_or_several_is_refused(paths):
+    with pytest.raises(UserError, match=r"write one SavedModel or one \.keras file"):
+        find_model(paths)
+
+
+def feature(dtype, *shape):
+    return FeatureSpec(shape=shape, dtype=dtype, stored="raw")
+
+
+def spec_of(**features):
+    return DatasetSpec(features=features, inputs=tuple(features), targets=(), shards={})
+
+
+def argument(dtype, *sizes):
+    return Argument(name="x", shape=(None, *sizes), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "shape"),
+    [
+        (feature("uint8", 8, 8, 1), argument("float32", 8, 8, 1), (2, 8, 8, 1)),
+        (feature("uint8", 8, 8), argument("uint8", 8, 8, 1), (2, 8, 8, 1)),
+        (feature("uint8", 8, 8, 1), argument("float32", 64), (2, 64)),
+        (feature("float64", 3), argument("float32", None), (2, 3)),
+        (feature("int64"), argument("float32", 1), (2, 1)),
+        (feature("float32", 1), argument("float32"), (2,)),
+        (feature("int64"), argument("int32"), (2,)),
+        (feature("bool"), argument("float32"), (2,)),
+    ],
+)
+def test_what_is_safe_is_converted(given, wanted, shape):
+    spec = spec_of(column=given)
+    assert match_arguments(spec, {"x": wanted}) == {"x": "column"}
+    values = np.ones((2, *given.shape), given.dtype)
+    converted = np.asarray(convert(values, given, wanted))
+    assert (converted.shape, converted.dtype.name) == (shape, wanted.dtype)
+    np.testing.assert_array_equal(converted, np.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        (feature("float32", 3), argument("int32", 3)),
+        (feature("string"), argument("float32")),
+        (feature("int64"), argument("string")),
+        (feature("float32", 3), argument("float32", 4)),
+        (feature("float32", None, 3), argument("float32", 12)),
+    ],
+)
+def test_what_is_not_safe_is_refused_by_both_names(given, wanted):
+    with pytest.raises(
+        UserError, match=r"the argument 'x' .* does not accept the feature 'column'"
+    ):
+        match_arguments(spec_of(column=given), {"x": wanted})
+
+
+def test_arguments_have_the_names_of_features_or_of_a_signature():
+    spec = spec_of(**{"user age": feature("float32"), "clicks": feature("float32")})
+    takes = {name: argument("float32") for name in ("clicks", "user_age")}
+    assert match_arguments(spec, takes) == {"clicks": "clicks", "user_age": "user age"}
+    # A model need not use every feature.
+    assert match_arguments(spec, {"clicks": argument("float32")}) == {"clicks": "clicks"}
+
+
+def test_an_argument_that_is_no_feature_is_refused_with_the_nearest():
+    spec = spec_of(clicks=feature("float32"), age=feature("float32"))
+    with pytest.raises(
+        UserError, match=r"'x' .* is not an input of the dataset; did you mean 'clicks'"
+    ):
+        match_arguments(spec, {"click": argument("float32")})
+
+
+CLASSES = Target(name="kind", shape=(), dtype="int64", num_classes=3)
+TWO = Target(name="left", shape=(), dtype="int64", num_classes=2)
+PRICE = Target(
+    name="price", shape=(), dtype="float32", moments={"mean": 10.0, "std": 4.0, "min": 0, "max": 20}
+)
+SHARES = np.float32([[0.2, 0.3, 0.5], [0.1, 0.8, 0.1]])
+
+
+def taken(task, answers, said="auto", swapped=frozenset()):
+    found = match_outputs(task, answers, said, swapped)
+    return {
+        name: (each.taken, np.asarray(each.convert(answers[each.name])))
+        for name, each in found.items()
+    }
+
+
+def test_rows_that_sum_to_1_are_probabilities_and_others_are_logits():
+    kind, logits = taken(Classification(CLASSES), {"y": SHARES})[""]
+    assert kind == "probabilities"
+    np.testing.assert_allclose(np.exp(logits), SHARES, rtol=1e-6)
+    kind, logits = taken(Classification(CLASSES), {"y": SHARES * 2})[""]
+    assert kind == "logits"
+    np.testing.assert_array_equal(logits, SHARES * 2)
+    assert taken(Classification(CLASSES), {"y": SHARES}, "logits")[""][0] == "logits"
+
+
+def test_certainty_stays_finite():
+    sure = np.float32([[1, 0, 0], [0, 1, 0]])
+    assert np.isfinite(taken(Classification(CLASSES), {"y": sure})[""][1]).all()
+    assert np.isfinite(taken(BinaryClassification(TWO), {"y": np.float32([0, 1])})[""][1]).all()
+
+
+SURE = np.float32([0.25, 0.75])
+BOTH = np.stack([1 - SURE, SURE], axis=1)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ({"y": SURE}, "probabilities"),
+        ({"y": SURE[:, np.newaxis]}, "probabilities"),
+        ({"y": BOTH}, "probabilities"),
+        ({"y": np.log(BOTH) + 3}, "logits"),
+        ({"logit": np.log(SURE / (1 - SURE)), "probability": 0 * SURE}, "logits"),
+    ],
+)
+def test_two_classes_in_every_form(answers, expected):
+    kind, logits = taken(BinaryClassification(TWO), answers)[""]
+    assert kind == expected
+    np.testing.assert_allclose(logits, [[-np.log(3)], [np.log(3)]], rtol=1e-6)
+    # If the positive class is class 0 in the records, the program's probability is for the other
+    # class.
+    _, other = taken(BinaryClassification(TWO), answers, swapped=frozenset(["left"]))[""]
+    np.testing.assert_array_equal(other, -logits)
+
+
+def test_the_named_answer_of_the_task_is_taken_among_several():
+    values = {"classes": np.int64([1, 0]), "probabilities": SHARES, "logits": np.log(SHARES)}
+    assert taken(Classification(CLASSES), values)[""][0] == "logits"
+    assert taken(Classification(CLASSES), values, "probabilities")[""][0] == "probabilities"
+
+
+def test_numbers_are_in_units_of_the_label():
+    prices = np.float32([6, 14])
+    assert taken(Regression(PRICE), {"y": prices})[""][0] == "numbers"
+    np.testing.assert_array_equal(taken(Regression(PRICE), {"y": prices})[""][1], [[6], [14]])
+    scaled = taken(Regression(PRICE, standardize=True), {"y": prices})[""][1]
+    np.testing.assert_array_equal(scaled, [[-1], [1]])
+
+
+def test_several_targets_by_their_names():
+    task = MultiOutput({"kind": Classification(CLASSES), "price": Regression(PRICE)}, {})
+    values = {"kind_probabilities": SHARES, "price": np.float32([6, 14])}
+    found = taken(task, values)
+    assert {name: kind for name, (kind, _) in found.items()} == {
+        "kind": "probabilities",
+        "price": "numbers",
+    }
+    with pytest.raises(UserError, match="no output for 'price'; name each output of the signature"):
+        taken(task, {"kind": SHARES, "cost": np.float32([6, 14])})
+
+
+def test_several_labels_at_once():
+    labels = Target(name="tags", shape=(3,), dtype="int64", num_classes=0)
+    kind, _ = taken(MultilabelClassification(labels), {"y": SHARES * 1.2})[""]
+    assert kind == "probabilities", "they need not sum to 1"
