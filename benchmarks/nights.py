@@ -139,9 +139,7 @@ class Night:
         """Return whether the gate blesses the model, and whether it is proven to be better."""
         metric, rule = self._data.metric, config.champion
         mine, theirs = _estimate(own, metric), _estimate(champion, metric)
-        compared = compare_paired(
-            mine, theirs, rule.confidence, "higher", rule.share
-        )
+        compared = compare_paired(mine, theirs, rule.confidence, "higher", rule.share)
         opponents = Opponents(objective=_OBJECTIVE, own=own, other=champion)
         paired = {
             "metric": metric, "better": "higher", "examples": own.count,

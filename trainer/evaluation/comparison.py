@@ -52,7 +52,8 @@ class Pairs(NamedTuple):
 def compare_shares(pairs: Pairs, confidence: float) -> Compared:
     """Compare two fractions of correct predictions by Tango's score interval."""
     count, own, other = sum(pairs), pairs.only_challenger_right, pairs.only_champion_right
-    bound = lower_bounds(*np.array([[own], [other], [count]], np.float64), confidence)
+    first, second, third = np.array([[own], [other], [count]], np.float64)
+    bound = lower_bounds(first, second, third, confidence)
     return Compared((own - other) / count, float(bound[0]), "Tango's score interval")
 
 

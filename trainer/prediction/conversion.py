@@ -43,7 +43,7 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
     """
     column, spec = wanted.column, wanted.spec
     if column.type == "image" and not is_list(array.type):
-        return _pictures(spec, Pictures(config.image, folder), array)
+        return Converted(*Pictures(config.image, folder).decode_all(spec, array.to_pylist()))
     if spec.shape:
         return _lists(spec, array, pads=wanted.feature in config.shapes)
     try:
@@ -61,17 +61,17 @@ def make_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArr
         return pixels
     if spec.varies:
         return _pad(spec, values)
-    if spec.dtype == "string":
-        return np.asarray(values, object)
-    return np.asarray(values).astype(tf.as_dtype(spec.dtype).as_numpy_dtype)
+    return np.asarray(values, object if spec.dtype == "string" else None).astype(_dtype(spec))
+
+
+def _dtype(spec: FeatureSpec) -> Any:
+    return object if spec.dtype == "string" else tf.as_dtype(spec.dtype).as_numpy_dtype
 
 
 def _pad(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
     longest = max(1, *(len(each) for each in values))
-    is_text = spec.dtype == "string"
-    fill: Any = b"" if is_text else spec.padding
-    dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
-    found = np.full((len(values), longest, *spec.sizes[1:]), fill, dtype)
+    fill: Any = b"" if spec.dtype == "string" else spec.padding
+    found = np.full((len(values), longest, *spec.sizes[1:]), fill, _dtype(spec))
     for place, each in enumerate(values):
         found[place, : len(each)] = each
     return found
@@ -88,15 +88,9 @@ def _check_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted
     return Converted(values, bad, why)
 
 
-def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Converted:
-    values, bad, why = pictures.decode_all(spec, array.to_pylist())
-    return Converted(values, bad, why)
-
-
 def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
     """Convert lists, or strings with JSON lists, to arrays of the feature's shape."""
-    is_text = spec.dtype == "string"
-    dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
+    is_text, dtype = spec.dtype == "string", _dtype(spec)
     empty = np.zeros(tuple(0 if size is None else size for size in spec.shape), dtype)
     found: list[NDArray[Any]] = []
     why: list[str] = []
@@ -105,7 +99,7 @@ def _lists(spec: FeatureSpec, array: pa.Array, *, pads: bool) -> Converted:
             values = np.asarray(_parse_list(row, spec))
             if values.size:
                 values = _cast(values, spec)
-            values = np.vectorize(_encode, otypes=[object])(values) if is_text else values
+            values = np.vectorize(str.encode, otypes=[object])(values) if is_text else values
             values = values.astype(dtype) if values.size or not spec.varies else empty
             if pads and not spec.varies and values.ndim == len(spec.shape):
                 values = pad_values(values, spec.sizes)
@@ -159,7 +153,3 @@ def _fits(spec: FeatureSpec, shape: tuple[int, ...]) -> bool:
     return len(shape) == len(spec.shape) and all(
         size in (None, found) for size, found in zip(spec.shape, shape, strict=True)
     )
-
-
-def _encode(value: str) -> bytes:
-    return value.encode()

@@ -23,7 +23,6 @@ from flotilla.trainer.data import listing
 from flotilla.trainer.data.files.file_pieces import FilePieces, choose_reader
 from flotilla.trainer.data.files.formats.class_folders import PATH, ImageFilesReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows
-from flotilla.trainer.data.files.recorded_columns import RecordedInput
 from flotilla.trainer.data.files.scan import BrokenRows
 from flotilla.trainer.data.read import read_columns, stage_shards
 from flotilla.trainer.events import DataNote
@@ -38,6 +37,12 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 STANDARD_OUTPUT = "-"
 #: The value of `columns` that copies all columns of the files.
 ALL = "*"
+#: The column with the number of a row in its file, starting at 1.
+ROW = "row"
+FILE = "file"
+_NAMED = 8
+# Maximum size of the inputs of a batch, in bytes.
+_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,31 +70,6 @@ class Request:
     columns: tuple[str, ...] = ()
     batch_size: int = 0
     skip_bad: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Summary:
-    """The result of a prediction.
-
-    Attributes:
-        rows: number of rows written.
-        skipped: number of unreadable rows.
-        unsound: number of rows with predictions that are not finite.
-        seconds: time from reading the first row to writing the last one.
-    """
-
-    rows: int
-    skipped: int
-    unsound: int
-    seconds: float
-
-
-#: The column with the number of a row in its file, starting at 1.
-ROW = "row"
-FILE = "file"
-_NAMED = 8
-# Maximum size of the inputs of a batch, in bytes.
-_BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -300,10 +280,9 @@ def _list_files(model: ExportedModel, request: Request, scratch: Path) -> FilePi
         raise UserError(
             f"the inputs are images, but the model needs {takes}: give a table with these columns"
         )
-    kept = found.files
     several = len(request.inputs) > 1
-    paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in kept]
-    uris = [file.uri for file in kept]
+    paths = [str(storage.local_path(f.uri) or f.uri) if several else f.path for f in found.files]
+    uris = [file.uri for file in found.files]
     reader = ImageFilesReader(paths, uris, pictures[0].feature, labelled=False)
     return replace(found, reader=reader)
 
@@ -318,12 +297,10 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def choose_batch_size(inputs: Sequence[RecordedInput], asked: int, usual: int) -> int:
-    """Return `asked` or, if it is 0, the usual batch size, limited to 64 MiB of inputs."""
-    if asked:
-        return asked
-    values = sum(int(np.prod(each.spec.sizes)) * 4 for each in inputs)
-    return max(1, min(usual, _BATCH_BYTES // max(1, values)))
+def choose_batch_size(model: ExportedModel) -> int:
+    """Return the batch size of the model's evaluation, limited to 64 MiB of inputs."""
+    size = sum(int(np.prod(each.spec.sizes)) * 4 for each in model.inputs)
+    return max(1, min(model.config.evaluation.batch_size, _BATCH_BYTES // max(1, size)))
 
 
 class SplitExamples(Examples):

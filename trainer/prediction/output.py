@@ -1,4 +1,16 @@
-"""Writes rows to standard output, or to a file that appears when it is complete.
+"""The output of a prediction: the columns, and the file or standard output that they go to.
+
+The columns depend on the kind of task. A model with several outputs writes one column for each
+output: a struct with the name of the output and these fields.
+
+    classification            prediction, probability, probabilities by class
+    binary classification     the same; the model's threshold determines the prediction
+    multilabel classification prediction (a list), probabilities by class
+    sequence to label         as for classification
+    sequence labelling        prediction and probability (lists with the length of the example)
+    regression                prediction
+    ranking, recommendation   score, probability
+    a user's task             its outputs, unchanged
 
 A file is written under a temporary name that starts with a dot, and renamed at the end. If the
 process is killed, the file with the final name does not change, and the next process that writes it
@@ -35,6 +47,8 @@ from flotilla.trainer.tasks.multi_output import group_by_output
 # order.
 MOST_NAMED = 1000
 _HALF = 0.5
+# Maximum sizes of a row group in Parquet files.
+_GROUP_BYTES, _GROUP_ROWS = 16 << 20, 1 << 17
 Answers = Mapping[str, NDArray[Any]]
 Columns = dict[str, pa.Array]
 
@@ -139,7 +153,7 @@ def _make_probabilities(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
 def _nest(values: NDArray[Any]) -> pa.Array:
     """Convert an array to an Arrow array with one nested list per example."""
     if values.dtype == object:
-        return pa.array([_text(each) for each in values.tolist()])
+        return pa.array([_decode(each) for each in values.tolist()])
     found = pa.array(values.reshape(-1))
     for size in values.shape[:0:-1]:
         offsets = np.arange(0, len(found) + 1, max(size, 1), dtype=np.int32)
@@ -147,9 +161,9 @@ def _nest(values: NDArray[Any]) -> pa.Array:
     return found
 
 
-def _text(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     if isinstance(value, list):
-        return [_text(each) for each in value]
+        return [_decode(each) for each in value]
     return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
@@ -160,15 +174,10 @@ _KINDS: dict[str, tuple[_Made, tuple[str, ...]]] = {
     "binary_classification": (_binary, ("probability",)),
     "multilabel_classification": (_several, ("probabilities",)),
     "sequence_labelling": (_places, ("probabilities",)),
-    "regression": (lambda _labels, answers, _lengths: _raw((), answers, None), ("prediction",)),
+    "regression": (_raw, ("prediction",)),
     "ranking": (_scores, ("logit", "probability")),
     "recommendation": (_scores, ("logit", "probability")),
 }
-
-
-# Maximum size of a row group in Parquet files, in bytes.
-_GROUP_BYTES = 16 << 20
-_GROUP_ROWS = 1 << 17
 
 
 class Writer(ABC):
@@ -223,12 +232,10 @@ class ParquetWriter(Writer):
     def write(self, table: pa.Table) -> None:
         """Append rows, cast to the types of the first rows."""
         if self._writer is None:
-            nulls = [pa.types.is_null(each.type) for each in table.schema]
-            # Use strings for a column without any values yet, because every value can become a
-            # string.
+            # Use strings for a column without values yet, because any value can become a string.
             fields = [
-                field.with_type(pa.string()) if is_null else field
-                for field, is_null in zip(table.schema, nulls, strict=True)
+                field.with_type(pa.string()) if pa.types.is_null(field.type) else field
+                for field in table.schema
             ]
             self._writer = pq.ParquetWriter(self.file, pa.schema(fields), compression="zstd")
         schema = self._writer.schema

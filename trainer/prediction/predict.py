@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from flotilla.trainer.prediction.inputs import (
     FileExamples,
     Request,
     SplitExamples,
-    Summary,
     choose_batch_size,
     say,
 )
@@ -38,6 +38,23 @@ from flotilla.trainer.runtime.masking import printable
 from flotilla.trainer.runtime.streams import discard
 
 SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """The result of a prediction.
+
+    Attributes:
+        rows: number of rows written.
+        skipped: number of unreadable rows.
+        unsound: number of rows with predictions that are not finite.
+        seconds: time from reading the first row to writing the last one.
+    """
+
+    rows: int
+    skipped: int
+    unsound: int
+    seconds: float
 
 
 def answer(request: Path, workdir: Path) -> None:
@@ -71,9 +88,7 @@ def predict(request: Request) -> Summary:
             model = fetch_model(request.model, scratch / "model")
         with _rewrite_errors():
             examples = _examples(model, request, scratch)
-            size = choose_batch_size(
-                model.inputs, request.batch_size, model.config.evaluation.batch_size
-            )
+            size = request.batch_size or choose_batch_size(model)
             with _rows(request) as writer:
                 return _predict(model, examples, size, writer)
 

@@ -130,9 +130,14 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     measured = _read_measured(evaluation)
     with storage.check_form(f"metrics.json of {evaluation}"):
         decision = _decide(config.name, measured, make_rules(config.gate, measured), output)
-        champion = (measured.get("champion") or {}).get("uri", "")
-        origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
-        _publish(decision, {"champion": champion, **origin})
+        origin = {
+            "champion": (measured.get("champion") or {}).get("uri", ""),
+            "evaluation": evaluation,
+            "global_step": measured.get("global_step"),
+        }
+        tree = {**decision.in_words, "rules": [row(rule) for rule in decision.rules], **origin}
+        fields = {"decision": decision.word, "gained": decision.gained, **origin}
+        publish_json(tree, output, kind=KIND, fields=fields)
     return decision
 
 
@@ -143,31 +148,29 @@ def make_rules(config: GateConfig, measured: Mapping[str, Any]) -> tuple[Rule, .
         *_constant_rules(config, measured),
         *_against_champion(config, measured, measured.get("champion") or {}),
     )
-    return tuple(_add_interval(rule, measured.get("intervals") or {}) for rule in rules)
-
-
-def _add_interval(rule: Rule, intervals: Mapping[str, Any]) -> Rule:
-    interval = intervals.get(rule.found.get("metric", rule.metric))
-    return replace(rule, found={**rule.found, "interval": interval}) if interval else rule
+    intervals = measured.get("intervals") or {}
+    found = ((rule, intervals.get(rule.found.get("metric", rule.metric))) for rule in rules)
+    return tuple(
+        replace(rule, found={**rule.found, "interval": interval}) if interval else rule
+        for rule, interval in found
+    )
 
 
 def _decide(
     name: str, measured: Mapping[str, Any], rules: tuple[Rule, ...], output: str
 ) -> Decision:
     rows, blessed = [row(rule) for rule in rules], all(rule.passed for rule in rules)
-    facts = {
-        "name": name,
-        "verdict": BLESSED if blessed else REFUSED,
-        "measured": headline.describe_metric(measured),
-        "rules": rows,
-    }
+    main = headline.describe_metric(measured)
+    verdict = BLESSED if blessed else REFUSED
     return Decision(
         uri=output,
         blessed=blessed,
         rules=rules,
-        headline=headline.headline(facts),
+        headline=headline.headline(
+            {"name": name, "verdict": verdict, "measured": main, "rules": rows}
+        ),
         notes=tuple(headline.make_notes(measured, rows)),
-        measured=headline.describe_metric(measured),
+        measured=main,
     )
 
 
@@ -285,18 +288,12 @@ def _margin(
         return rule.compute_margin(0.0), ""
     metric = paired["metric"]
     best = (constant.get("metrics") or {}).get(metric)
+    nothing = f"so the margin of {rule.margin} counts as 0"
     if best is None:
-        why = (
-            f"the {metric} of a constant prediction is unknown, so the margin of {rule.margin} "
-            "counts as 0"
-        )
-        return 0.0, why
+        return 0.0, f"the {metric} of a constant prediction is unknown, {nothing}"
     gain = value - best if paired["better"] == "higher" else best - value
     if gain <= 0:
-        return (
-            0.0,
-            f"the champion does not beat a constant, so the margin of {rule.margin} counts as 0",
-        )
+        return 0.0, f"the champion does not beat a constant, {nothing}"
     return rule.compute_margin(gain), ""
 
 
@@ -364,12 +361,6 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
             f"{key}: {metric!r} is {value!r}, which cannot be compared with a threshold"
         )
     return float(value)
-
-
-def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
-    tree = {**decision.in_words, "rules": [row(rule) for rule in decision.rules], **origin}
-    fields = {"decision": decision.word, "gained": decision.gained, **origin}
-    publish_json(tree, decision.uri, kind=KIND, fields=fields)
 
 
 def publish_json(

@@ -23,7 +23,13 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.features.class_names import are_same
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.promotion.gate import COMPARABLE, Decision, Rule, publish_json, row
-from flotilla.trainer.report.headline import CLASS_MARGIN, CONSTANT, MARGIN, headline
+from flotilla.trainer.report.headline import (
+    CLASS_MARGIN,
+    CONSTANT,
+    EXPORTED,
+    MARGIN,
+    headline,
+)
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.tracking import addresses, promotions
@@ -95,10 +101,17 @@ def _register(request: Request, scratch: Path) -> Registration:
         if champion:
             further, known = _compare_again(request, champion)
             rules, lineage = (*rules, *further), {**lineage, **known}
-    found = _Judgement(champion=champion, rules=rules, lineage=lineage, decided=decided)
-    failed = [str(each) for each in rules if not each.passed]
-    if failed:
-        return _publish(request, found, reasons=failed)
+    tree = {
+        "reasons": [str(each) for each in rules if not each.passed],
+        "rules": [row(each) for each in rules],
+        "version": 0,
+        "promotion": 0,
+        "model": request.model,
+        "predecessor": champion.uri if champion else "",
+        "lineage": lineage,
+    }
+    if tree["reasons"]:
+        return _publish(request, decided, tree)
     made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
@@ -110,7 +123,7 @@ def _register(request: Request, scratch: Path) -> Registration:
         if (last.version, last.by) != (made.number, request.by):
             raise
         after = last.number
-    return _publish(request, found, reasons=[], version=made.number, promotion=after)
+    return _publish(request, decided, {**tree, "version": made.number, "promotion": after})
 
 
 def _compare_again(
@@ -158,7 +171,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             # Always allow one different prediction. For few examples, one may exceed the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
-        yield _make_limit(f"difference of {form}", value, limit, "its tolerance")
+        yield _make_limit(f"{EXPORTED}{form}", value, limit, "its tolerance")
     count, wanted = len(registry.read_labels(request.model)), manifest.fields["num_labels"]
     note = "" if count == wanted else f"labels.txt has {count} lines, but there are {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
@@ -213,16 +226,6 @@ def _yes(metric: str, holds: bool, key: str, note: str) -> Rule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Judgement:
-    """The champion that a model was compared with, and the rules of the comparison."""
-
-    champion: registry.Version | None
-    rules: tuple[Rule, ...]
-    lineage: Mapping[str, Any]
-    decided: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Judged:
     measured: Mapping[str, Any] | None = None
     rules: tuple[Mapping[str, Any], ...] | None = None
@@ -240,31 +243,18 @@ def _read_decision(uri: str) -> dict[str, Any]:
     return tree
 
 
-def _publish(
-    request: Request, found: _Judgement, *, reasons: list[str], version: int = 0, promotion: int = 0
-) -> Registration:
-    rules = [row(rule) for rule in found.rules]
+def _publish(request: Request, decided: Mapping[str, Any], tree: dict[str, Any]) -> Registration:
+    verdict = PROMOTED if tree["promotion"] else REFUSED
     facts = {
         "name": request.config.name,
-        "version": version,
-        "verdict": PROMOTED if promotion else REFUSED,
-        "measured": found.lineage["measured"],
-        "rules": [*(found.decided.get("rules") or ()), *rules],
+        "version": tree["version"],
+        "verdict": verdict,
+        "measured": tree["lineage"]["measured"],
+        "rules": [*(decided.get("rules") or ()), *tree["rules"]],
     }
     with storage.check_form(f"the decision on {request.model}"):
-        line = headline(facts)
-    tree = {
-        "decision": facts["verdict"],
-        "headline": line,
-        "reasons": reasons,
-        "rules": rules,
-        "version": version,
-        "promotion": promotion,
-        "model": request.model,
-        "predecessor": found.champion.uri if found.champion else "",
-        "lineage": dict(found.lineage),
-    }
-    fields = {"decision": tree["decision"], "model": request.model}
+        tree = {"decision": verdict, "headline": headline(facts), **tree}
+    fields = {"decision": verdict, "model": request.model}
     publish_json(tree, request.output, kind=KIND, fields=fields)
     return _read(request.output)
 

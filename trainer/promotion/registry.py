@@ -33,7 +33,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import OF_TWO_CLASSES
@@ -52,7 +52,6 @@ PROMOTION = "promotion"
 NAME = "name"
 # Time in seconds after which an unfinished promotion or removal is considered abandoned.
 _SECONDS = 3600.0
-_Fields = TypeVar("_Fields", "_VersionFields", "_PromotionFields")
 log = logging.getLogger(__name__)
 
 
@@ -141,18 +140,18 @@ class _PromotionFields:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record(Generic[_Fields]):
+class _Record:
     uri: str
     manifest: Manifest
-    fields: _Fields
+    fields: Any
 
 
 def _records(
-    above: str, kind: str, fields: type[_Fields]
-) -> dict[int, _Record[_Fields] | UserError]:
+    above: str, kind: str, fields: type[_VersionFields] | type[_PromotionFields]
+) -> dict[int, _Record | UserError]:
     """Return the records below `above` in order, keyed by number, or the error for a bad record."""
 
-    def read(number: int) -> _Record[_Fields] | UserError:
+    def read(number: int) -> _Record | UserError:
         uri = _number_uri(above, number)
         try:
             manifest = storage.read_manifest(uri)
@@ -184,7 +183,7 @@ def _number_uri(above: str, number: int) -> str:
     return storage.join(above, f"{number:06d}")
 
 
-def _readable(records: Mapping[int, _Record[_Fields] | UserError]) -> dict[int, _Record[_Fields]]:
+def _readable(records: Mapping[int, _Record | UserError]) -> dict[int, _Record]:
     for each in records.values():
         if isinstance(each, UserError) and not isinstance(each, storage.NotPublished):
             log.warning("skipped: %s", each)
@@ -296,7 +295,9 @@ def register(
         if each.manifest.fields.get("source") == source:
             return each
     number = known[-1].number + 1 if known else 1
-    _name(root, name)
+    with tempfile.TemporaryDirectory(prefix="name-") as empty:
+        uri = storage.join(root, "registry", "names", name)
+        storage.publish(Path(empty), uri, kind=NAME, fields={"name": name})
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
         # Leave out the export's signature, because the version is signed below.
@@ -335,25 +336,10 @@ def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], create
     signing.sign(copy, fields)
 
 
-def _name(root: str, name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="name-") as folder:
-        uri = storage.join(root, "registry", "names", name)
-        storage.publish(Path(folder), uri, kind=NAME, fields={"name": name})
-
-
 def promote(  # noqa: PLR0913
     root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
 ) -> Promotion:
     """Make a version the champion. Raises `UserError` if a promotion newer than `after` exists."""
-    with promoting(home(root, name), number):
-        uri = version(root, name, number).uri
-        signing.verify(uri)
-        return _promotion(root, name, number, after=after, by=by, restores=restores)
-
-
-def _promotion(  # noqa: PLR0913
-    root: str, name: str, number: int, *, after: int, by: str, restores: int
-) -> Promotion:
     fields = {
         "version": number,
         "predecessor": after,
@@ -362,16 +348,18 @@ def _promotion(  # noqa: PLR0913
         # A random token distinguishes promotions whose other fields are equal.
         "token": secrets.token_hex(8),
     }
-    if newest(root, name) > after:
-        raise PromotionLostError(_lost(root, name, after))
-    # Publish even a promotion that another process proposed, because that process may have died.
-    decided = _claim(root, name, "promotions", after + 1, fields)
-    try:
-        uri, created = _publish_promotion(root, name, after + 1, decided)
-    except storage.Conflict:
-        raise PromotionLostError(_lost(root, name, after)) from None
-    if decided != fields:
-        raise PromotionLostError(_lost(root, name, after))
+    with promoting(home(root, name), number):
+        signing.verify(version(root, name, number).uri)
+        if newest(root, name) > after:
+            raise _lost(root, name, after)
+        # Publish even a promotion that another process proposed, because it may have died.
+        decided = _claim(root, name, "promotions", after + 1, fields)
+        try:
+            uri, created = _publish_promotion(root, name, after + 1, decided)
+        except storage.Conflict:
+            raise _lost(root, name, after) from None
+        if decided != fields:
+            raise _lost(root, name, after)
     return Promotion(
         number=after + 1, uri=uri, version=number, restores=restores, by=by, created=created
     )
@@ -414,12 +402,12 @@ def newest(root: str, name: str) -> int:
     return made[-1].number if made else 0
 
 
-def _lost(root: str, name: str, after: int) -> str:
+def _lost(root: str, name: str, after: int) -> PromotionLostError:
     other = next((each for each in promotions(root, name) if each.number == after + 1), None)
     what = (
         f"{other.by} promoted version {other.version}" if other else "another version was promoted"
     )
-    return f"{name}: {what} in the meantime, so this promotion had no effect"
+    return PromotionLostError(f"{name}: {what} in the meantime, so this promotion had no effect")
 
 
 def champion_checkpoint(root: str, name: str) -> str:
@@ -482,8 +470,7 @@ def read_labels(model: str) -> list[str]:
 def reference(root: str, name: str, champion: Version) -> Version | None:
     """Return the last champion with a proven gain, or None if it is `champion` or was removed."""
     number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
-    found = {each.number: each for each in versions(root, name)}
-    return found.get(number)
+    return next((each for each in versions(root, name) if each.number == number), None)
 
 
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
@@ -544,13 +531,13 @@ def promoting(home: str, number: int) -> Iterator[None]:
 
 def list_requested(root: str, name: str) -> list[int]:
     """Return the numbers of the versions that are being promoted."""
-    above = storage.join(root, "registry", "models", name, "promoting")
-    found = []
-    for mark in storage.names(above):
-        number = parse_number(mark.partition("-")[0])
-        if number and is_recent(_json(storage.join(above, mark)).get("at"), _SECONDS):
-            found.append(number)
-    return found
+    above = storage.join(home(root, name), "promoting")
+    marks = ((parse_number(mark.partition("-")[0]), mark) for mark in storage.names(above))
+    return [
+        number
+        for number, mark in marks
+        if number and is_recent(_json(storage.join(above, mark)).get("at"), _SECONDS)
+    ]
 
 
 def _record(home: str, number: int) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 # Maximum number of points in a line. More points cannot be distinguished at the width of the page.
@@ -51,7 +52,7 @@ class Axis:
 
     def place(self, value: float) -> float:
         """Return the position of a value in percent, limited to the range 0 to 100."""
-        scale = _scale(is_log=self.is_log)
+        scale: Callable[[float], float] = math.log10 if self.is_log else float
         share = (scale(value) - scale(self.low)) / (scale(self.high) - scale(self.low))
         return 100 * min(max(share, 0.0), 1.0)
 
@@ -152,7 +153,10 @@ def fit_axis(
     A horizontal linear axis starts at zero if the lowest value is close to it, unless `is_exact`. A
     vertical axis has some space at both ends.
     """
-    low, high = _spread(values)
+    low, high = min(values), max(values)
+    if high - low <= abs(high) * 1e-9:
+        room = abs(high) / 2 or 0.5
+        low, high = low - room, high + room
     is_log = is_log and low > 0
     if is_vertical:
         low, high = _widen(low, high, is_log=is_log)
@@ -163,7 +167,7 @@ def fit_axis(
         found = _multiples(low, high, _ROWS if is_vertical else _COLUMNS)
     axis = Axis(low=low, high=high, is_log=is_log, ticks=())
     ticks = tuple(Tick(at=axis.place(value), label=format_tick(value)) for value in found)
-    return Axis(low=low, high=high, is_log=is_log, ticks=ticks)
+    return replace(axis, ticks=ticks)
 
 
 def is_constant(table: Sequence[Facts], across: str, name: str) -> float | None:
@@ -205,18 +209,6 @@ def _thin(points: Sequence[Point]) -> list[Point]:
     return kept
 
 
-def _scale(*, is_log: bool) -> Callable[[float], float]:
-    return math.log10 if is_log else float
-
-
-def _spread(values: Sequence[float]) -> Point:
-    low, high = min(values), max(values)
-    if high - low <= abs(high) * 1e-9:
-        room = abs(high) / 2 or 0.5
-        return low - room, high + room
-    return low, high
-
-
 def _widen(low: float, high: float, *, is_log: bool) -> Point:
     """Add space at both ends, but do not extend an axis of nonnegative values below zero."""
     if is_log:
@@ -247,16 +239,10 @@ def _powers(low: float, high: float) -> list[float]:
 
 
 def _flags(places: Sequence[tuple[float, str]]) -> tuple[Flag, ...]:
-    groups: list[tuple[float, dict[str, int]]] = []
+    groups: list[tuple[float, Counter[str]]] = []
     for at, text in sorted(places):
         if not groups or at - groups[-1][0] > _APART:
-            groups.append((at, {}))
-        counts = groups[-1][1]
-        counts[text] = counts.get(text, 0) + 1
-    return tuple(
-        Flag(
-            at=at,
-            text=", ".join(f"{text} ({n} times)" if n > 1 else text for text, n in counts.items()),
-        )
-        for at, counts in groups
-    )
+            groups.append((at, Counter()))
+        groups[-1][1][text] += 1
+    found = ((at, (f"{t} ({n} times)" if n > 1 else t for t, n in c.items())) for at, c in groups)
+    return tuple(Flag(at=at, text=", ".join(texts)) for at, texts in found)

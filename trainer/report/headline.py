@@ -63,6 +63,12 @@ _NAMES = {
     "megabytes": "the size of the model in megabytes",
     "milliseconds": "the time to predict one example in milliseconds",
 }
+# If the confidence interval is unknown, the suggested bound keeps this share of the model's gain
+# over a constant.
+_KEPT = 0.9
+_MOST_CLASSES, _MOST_DIGITS = 5, 6
+# A suggested bound below this magnitude is rounded to 0.
+_SMALLEST = 1e-100
 
 Facts = Mapping[str, Any]
 
@@ -179,16 +185,6 @@ def _describe_needed(found: Facts) -> str:
         f" {examples:,.0f} test examples{of} are too few to be sure; about {needed:,.0f} would be "
         "enough."
     )
-
-
-Facts = Mapping[str, Any]
-
-# If the confidence interval is unknown, the suggested bound keeps this share of the model's gain
-# over a constant.
-_KEPT = 0.9
-_MOST_CLASSES, _MOST_DIGITS = 5, 6
-# A suggested bound below this magnitude is rounded to 0.
-_SMALLEST = 1e-100
 
 
 def headline(facts: Facts) -> str:
@@ -342,7 +338,11 @@ def make_notes(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
 def _unbound(found: Facts, rules: Sequence[Facts]) -> list[str]:
     if has_bound(rules) or not all(rule.get("passed") for rule in rules):
         return []
-    asked = "any model that beats a constant" if _asks_constant(rules) else "any model"
+    asked = (
+        "any model that beats a constant"
+        if CONSTANT in {rule.get("key") for rule in rules}
+        else "any model"
+    )
     text = f"No bound is set: the gate blesses {asked}."
     if (value := number(found.get("value"))) is None:
         return [f"{text} Set gate.min or gate.max."]
@@ -371,16 +371,12 @@ def _propose_bound(found: Facts, value: float, *, is_lower: bool) -> str:
     return text
 
 
-def _asks_constant(rules: Sequence[Facts]) -> bool:
-    return any(rule.get("key") == CONSTANT for rule in rules)
-
-
 def _report_constant(evaluation: Facts, rules: Sequence[Facts]) -> list[str]:
     constant = evaluation.get("constant") or {}
     paired, notes = constant.get("paired") or {}, []
     bound, metric = number(paired.get("bound")), spell_metric(paired.get("metric"))
     gain = 1.0 if bound is None else -bound if paired.get("better") == "lower" else bound
-    if gain <= 0 and not _asks_constant(rules):
+    if gain <= 0 and CONSTANT not in {rule.get("key") for rule in rules}:
         notes = [f"The model does not beat a constant in {metric}; {CONSTANT} is set to reported."]
     if constant.get("champion") is False:
         notes.append(f"The champion does not beat a constant in {metric} on these examples.")
@@ -416,17 +412,14 @@ def _describe_scores(evaluation: Facts, baseline: Facts) -> str:
 
 def _name_unjudged(champion: Facts) -> list[str]:
     few = [
-        each
+        f"{shorten_name(each.get('label'))} ({each.get('examples')})"
         for each in champion.get("classes") or ()
         if each.get("judged") is False and not each.get("lost")
     ]
     if not few:
         return []
     count = max(number((champion.get("class_counts") or {}).get("not_judged")) or 0, len(few))
-    first = [
-        f"{shorten_name(each.get('label'))} ({each.get('examples')})"
-        for each in few[:_MOST_CLASSES]
-    ]
+    first = few[:_MOST_CLASSES]
     names = ", ".join(first)
     more = f" and {count - len(first):.0f} more" if count > len(first) else ""
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -177,8 +178,8 @@ def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
 def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
     """Return the weakest parts of each slice, as `slice` and `rows`."""
     slices = evaluation.get("slices") or {}
-    found = [{"slice": name, "rows": weakest(evaluation, rows)} for name, rows in slices.items()]
-    return [each for each in found if each["rows"]]
+    found = {name: weakest(evaluation, rows) for name, rows in slices.items()}
+    return [{"slice": name, "rows": rows} for name, rows in found.items() if rows]
 
 
 def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
@@ -219,14 +220,12 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
         better = MainMetric.of({**evaluation, "metrics": metrics, "main_metric": name}).better
         values = [value, *(each.get(name) for each in others.values())]
         found = headline.describe_metric({**evaluation, "metrics": metrics, "main_metric": name})
-        rows.append(
-            {
-                "name": name,
-                "interval": intervals.get(name),
-                "cells": side_by_side(values, intervals.get(name), better),
-                "comparisons": headline.comparisons(found),
-            }
-        )
+        rows.append({
+            "name": name,
+            "interval": intervals.get(name),
+            "cells": side_by_side(values, intervals.get(name), better),
+            "comparisons": headline.comparisons(found),
+        })  # fmt: skip
     return rows
 
 
@@ -246,6 +245,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
         return round(100 * _work_until(moment, joined) / whole, 2)
 
     timed = [each for each in tries if list_spans([each])]
+    names = [str(each.get("step")) for each in timed]
     marks: dict[float, dict[tuple[float, str], Mark]] = {each["began"]: {} for each in timed}
     for event in events:
         if (moment := number(event.get("time"))) is not None:
@@ -262,14 +262,14 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> tuple[list[Bar
             )
     bars = [
         Bar(
-            step=name,
+            step=f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name,
             status=str(each.get("status")),
             seconds=each["seconds"],
             left=share(each["began"]),
             width=round(max(share(each["began"] + each["seconds"]) - share(each["began"]), 0.5), 2),
             marks=tuple(marks[each["began"]].values()),
         )
-        for each, name in zip(timed, _number_tries(timed), strict=True)
+        for at, (each, name) in enumerate(zip(timed, names, strict=True))
     ]
     return bars, joined[-1][1] - joined[0][0] - whole
 
@@ -286,14 +286,6 @@ def list_spans(tries: Iterable[Facts]) -> list[tuple[str, float, float]]:
 
 def _work_until(moment: float, joined: Sequence[tuple[float, float]]) -> float:
     return sum(min(max(moment, began), ended) - began for began, ended in joined)
-
-
-def _number_tries(tries: Sequence[Facts]) -> list[str]:
-    names = [str(each.get("step")) for each in tries]
-    return [
-        f"{name}, try {names[: at + 1].count(name)}" if names.count(name) > 1 else name
-        for at, name in enumerate(names)
-    ]
 
 
 def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
@@ -341,9 +333,7 @@ def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> 
 
 def count_texts(texts: Iterable[str]) -> str:
     """List the distinct texts, with the number of times that each occurs."""
-    counts: dict[str, int] = {}
-    for text in texts:
-        counts[text] = counts.get(text, 0) + 1
+    counts = Counter(texts)
     first = [f"{text} ({n})" if n > 1 else text for text, n in counts.items()][:_MOST_PARTS]
     return ", ".join([*first, "others"] if len(counts) > len(first) else first)
 

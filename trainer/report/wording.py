@@ -36,8 +36,7 @@ def format_value(value: object, digits: int = 6) -> str:
     if isinstance(value, float):
         return f"{value:.{digits}g}"
     if isinstance(value, Mapping):
-        texts = (f"{name} {format_value(each, digits)}" for name, each in value.items())
-        return ", ".join(texts) or NOTHING
+        value = [f"{name} {format_value(each, digits)}" for name, each in value.items()]
     if isinstance(value, list | tuple):
         return ", ".join(format_value(each, digits) for each in value) or NOTHING
     return str(value)
@@ -141,8 +140,8 @@ def _tells(texts: Sequence[str], values: Sequence[float]) -> bool:
 def _ends(interval: object) -> Sequence[float] | None:
     if not isinstance(interval, list | tuple) or len(interval) != _PAIR:
         return None
-    ends = [number(each) for each in interval]
-    return None if None in ends else [float(each) for each in ends if each is not None]
+    ends = [found for each in interval if (found := number(each)) is not None]
+    return ends if len(ends) == _PAIR else None
 
 
 def _places(interval: object) -> int | None:

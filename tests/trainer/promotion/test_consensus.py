@@ -4,7 +4,6 @@ import json
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ class DiedError(BaseException):
 class Asker:
     """A proposer in its own thread, which sends one request to the store per turn."""
 
-    def __init__(self, name: str, notes: dict[str, bytes]) -> None:
+    def __init__(self, name, notes):
         self.name, self.answer, self.dead = name, None, False
         self.notes = notes
         self._turn, self._waits = threading.Semaphore(0), threading.Semaphore(0)
@@ -30,7 +29,7 @@ class Asker:
         self.thread.start()
         self._waits.acquire()
 
-    def _ask(self) -> None:
+    def _ask(self):
         try:
             self.answer = consensus.decide(URI, {"by": self.name})
         except DiedError:
@@ -38,18 +37,18 @@ class Asker:
         finally:
             self._waits.release()
 
-    def wait(self) -> None:
+    def wait(self):
         """Wait for the next turn; the store calls this before each request."""
         self._waits.release()
         self._turn.acquire()
         if self.dead:
             raise DiedError
 
-    def go(self) -> None:
+    def go(self):
         self._turn.release()
         self._waits.acquire()
 
-    def die(self) -> None:
+    def die(self):
         """Kill the proposer before its next request."""
         self.dead = True
         self.go()
@@ -57,31 +56,31 @@ class Asker:
 
 
 @pytest.fixture
-def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+def notes(monkeypatch):
     """Replace the store with one in memory, in which each request waits for its proposer's turn."""
     found: dict[str, bytes] = {}
     askers: dict[threading.Thread, Asker] = {}
 
-    def wait() -> None:
+    def wait():
         own = threading.current_thread()
         if asker := askers.get(own):
             asker.wait()
 
-    def write(uri: str, data: bytes) -> None:
+    def write(uri, data):
         wait()
         found[storage.name_of(uri)] = data
 
-    def read(uri: str) -> bytes:
+    def read(uri):
         wait()
         return found[storage.name_of(uri)]
 
-    def names(_uri: str) -> list[str]:
+    def names(_uri):
         wait()
         return sorted(found)
 
     genuine = Asker._ask
 
-    def begin(asker: Asker) -> None:
+    def begin(asker):
         askers[threading.current_thread()] = asker
         genuine(asker)
 
@@ -96,7 +95,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("dying", [0, 1, 2])
-def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dying: int) -> None:
+def test_in_whatever_order_they_act_all_get_the_same(notes, dying):
     answers = set()
     for seed in range(60):
         dice = random.Random(seed)
@@ -122,20 +121,20 @@ def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dy
     assert answers == {"a", "b", "c"}, "each wins some day"
 
 
-def test_who_asks_alone_gets_its_own_proposal_and_all_later_ones_get_it_too(tmp_path: Path) -> None:
+def test_who_asks_alone_gets_its_own_proposal_and_all_later_ones_get_it_too(tmp_path):
     uri = storage.uri_of(tmp_path / "question")
     assert consensus.decide(uri, {"by": "a"}) == {"by": "a"}
     assert consensus.decide(uri, {"by": "b"}) == {"by": "a"}
 
 
-def test_many_threads_on_files(tmp_path: Path) -> None:
+def test_many_threads_on_files(tmp_path):
     uri = storage.uri_of(tmp_path / "question")
     with ThreadPoolExecutor(8) as pool:
         answered = list(pool.map(lambda n: consensus.decide(uri, {"by": n})["by"], range(8)))
     assert len(set(answered)) == 1
 
 
-def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path: Path) -> None:
+def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path):
     folder = tmp_path / "question"
     folder.mkdir()
     for word, text in (("promised", ""), ("accepted", json.dumps({"by": "dead"}))):
@@ -145,7 +144,7 @@ def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"3", b"\xff"])
-def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
+def test_a_damaged_note_is_named(tmp_path, content):
     folder = tmp_path / "question"
     folder.mkdir()
     (folder / "000001-aa-accepted").write_bytes(content)

@@ -11,14 +11,14 @@ from flotilla.trainer.promotion import lineage
 ROOT = Path(__file__).parents[3]
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder, *words):
     own = ["-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false"]
     command = ["git", "-C", str(folder), *own, *words]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
-def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def checkout(tmp_path, monkeypatch):
     """Return a Git repository that seems to contain the running code."""
     folder = tmp_path / "checkout"
     (folder / "trainer" / "promotion").mkdir(parents=True)
@@ -31,12 +31,12 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.usefixtures("checkout")
-def test_an_image_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_says_it(monkeypatch):
     monkeypatch.setenv(lineage.COMMIT, "abc")
     assert lineage.commit() == "abc"
 
 
-def test_a_checkout_is_asked(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkout_is_asked(checkout, monkeypatch):
     # An image built without Git has an empty variable.
     monkeypatch.setenv(lineage.COMMIT, "")
     commit = git(checkout, "rev-parse", "HEAD")
@@ -48,21 +48,19 @@ def test_a_checkout_is_asked(checkout: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert lineage.commit() == f"{commit}-dirty"
 
 
-def test_the_repository_around_a_package_is_somebody_elses(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_repository_around_a_package_is_somebody_elses(checkout, monkeypatch):
     package = checkout / "site-packages" / "trainer" / "promotion"
     package.mkdir(parents=True)
     monkeypatch.setattr(lineage, "__file__", str(package / "lineage.py"))
     assert lineage.commit() == ""
 
 
-def test_without_git_it_is_not_known(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_git_it_is_not_known(checkout, monkeypatch):
     monkeypatch.setenv("PATH", str(checkout))
     assert lineage.commit() == ""
 
 
-def test_the_image_gets_the_commit_of_its_checkout() -> None:
+def test_the_image_gets_the_commit_of_its_checkout():
     if not shutil.which("make"):
         pytest.skip("no make on this machine")
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
@@ -70,7 +68,7 @@ def test_the_image_gets_the_commit_of_its_checkout() -> None:
     (use,) = [line for line in lines if line.startswith(f"ENV {lineage.COMMIT}=$COMMIT")]
     assert lines.index('ARG COMMIT=""') < lines.index(use)
 
-    def built(*words: str) -> str:
+    def built(*words):
         command = ["make", "--dry-run", "--no-print-directory", "image", *words]
         made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
         return " ".join(made.replace("\\\n", " ").split())

@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ PARITY = {
 
 
 class Run:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.root = storage.uri_of(folder / "root")
         (folder / "scratch").mkdir()
         self.worse, self.gain = False, 0.0
         self.compared: list[str] = []
 
-    def compare(self, champion: registry.Version) -> Decision:
+    def compare(self, champion):
         """Compare the model with another champion, as the gate does."""
         self.compared.append(champion.uri)
         rule = Rule(
@@ -54,7 +53,7 @@ class Run:
         constant = replace(rule, metric="accuracy_over_constant", key="gate.constant", value=-1.0)
         return Decision(uri=uri, blessed=rule.passed, rules=(rule, constant))
 
-    def exported(self, number: int, champion: str = "", **changed: Any) -> str:
+    def exported(self, number, champion="", **changed):
         """Publish a decision and the model that it blessed."""
         empty = self.folder / f"empty-{number}"
         empty.mkdir()
@@ -77,7 +76,7 @@ class Run:
         storage.publish(source, uri, kind="model", fields=fields)
         return uri
 
-    def register(self, model: str, **limits: float) -> registration.Registration:
+    def register(self, model, **limits):
         request = registration.Request(
             config=parse_config({"registry": limits}),
             root=self.root,
@@ -89,23 +88,23 @@ class Run:
         )
         return registration.register(request, self.folder / "scratch")
 
-    def champion(self) -> registry.Version | None:
+    def champion(self):
         return registry.champion(self.root, "digits")
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Run:
+def run(tmp_path):
     return Run(tmp_path)
 
 
-def refused(made: registration.Registration) -> str:
+def refused(made):
     assert not made.promoted
     assert (made.version, made.promotion) == (0, 0)
     [reason] = made.reasons
     return reason
 
 
-def test_the_first_model_becomes_champion(run: Run) -> None:
+def test_the_first_model_becomes_champion(run):
     made = run.register(run.exported(1))
     assert (made.promoted, made.version, made.promotion, made.reasons) == (True, 1, 1, ())
     champion = run.champion()
@@ -119,7 +118,7 @@ def test_the_first_model_becomes_champion(run: Run) -> None:
     ]  # fmt: skip
 
 
-def test_the_next_one_names_the_one_before(run: Run) -> None:
+def test_the_next_one_names_the_one_before(run):
     run.register(run.exported(1))
     before = run.champion()
     assert before
@@ -129,21 +128,21 @@ def test_the_next_one_names_the_one_before(run: Run) -> None:
     assert tree["predecessor"] == before.uri
 
 
-def after(run: Run, number: int) -> registration.Registration:
+def after(run, number):
     """Register a model that the gate compared with the current champion."""
     champion = run.champion()
     assert champion
     return run.register(run.exported(number, champion=champion.uri))
 
 
-def rules_of(made: registration.Registration) -> list[dict[str, Any]]:
+def rules_of(made):
     found: list[dict[str, Any]] = json.loads(storage.read_file(made.uri, "registration.json"))[
         "rules"
     ]
     return [rule for rule in found if "_difference" in rule["metric"]]
 
 
-def test_small_losses_do_not_add_up_over_many_promotions(run: Run) -> None:
+def test_small_losses_do_not_add_up_over_many_promotions(run):
     run.register(run.exported(1))
     first = run.champion()
     assert first
@@ -161,7 +160,7 @@ def test_small_losses_do_not_add_up_over_many_promotions(run: Run) -> None:
     assert reason.startswith("Accuracy may be up to 0.50 lower than for version 1, but only")
 
 
-def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
+def test_a_gain_beyond_the_margin_begins_anew(run):
     run.register(run.exported(1))
     after(run, 2)
     run.gain = 0.02
@@ -174,7 +173,7 @@ def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
     assert rule["found"]["opponent"] == "version 3"
 
 
-def test_a_reference_that_is_gone_is_not_compared_with(run: Run) -> None:
+def test_a_reference_that_is_gone_is_not_compared_with(run):
     run.register(run.exported(1))
     first = run.champion()
     assert first
@@ -184,13 +183,13 @@ def test_a_reference_that_is_gone_is_not_compared_with(run: Run) -> None:
     assert not run.compared
 
 
-def test_the_same_again_is_a_no_op(run: Run) -> None:
+def test_the_same_again_is_a_no_op(run):
     model = run.exported(1)
     assert run.register(model) == run.register(model)
     assert registry.newest(run.root, "digits") == 1
 
 
-def test_a_step_that_died_after_the_promotion_ends_as_it_would_have(run: Run) -> None:
+def test_a_step_that_died_after_the_promotion_ends_as_it_would_have(run):
     model = run.exported(1)
     made = run.register(model)
     storage.delete(made.uri)
@@ -200,7 +199,7 @@ def test_a_step_that_died_after_the_promotion_ends_as_it_would_have(run: Run) ->
 
 
 @pytest.mark.parametrize("worse", [False, True])
-def test_a_champion_that_changed_meanwhile_is_compared_with(run: Run, worse: bool) -> None:
+def test_a_champion_that_changed_meanwhile_is_compared_with(run, worse):
     first, second = run.exported(1), run.exported(2)
     run.register(first)
     newest = run.champion()
@@ -222,12 +221,10 @@ def test_a_champion_that_changed_meanwhile_is_compared_with(run: Run, worse: boo
 
 
 @pytest.mark.parametrize("worse", [False, True])
-def test_a_race_that_is_lost_at_the_last_moment_is_judged_by_the_winner(
-    run: Run, monkeypatch: pytest.MonkeyPatch, worse: bool
-) -> None:
+def test_a_race_that_is_lost_at_the_last_moment_is_judged_by_the_winner(run, monkeypatch, worse):
     genuine = registry.register
 
-    def overtaken(root: str, name: str, model: str, **rest: Any) -> registry.Version:
+    def overtaken(root, name, model, **rest):
         monkeypatch.setattr(registry, "register", genuine)
         assert run.register(other).promoted
         run.worse = worse
@@ -243,11 +240,11 @@ def test_a_race_that_is_lost_at_the_last_moment_is_judged_by_the_winner(
     assert len(run.compared) == 1
 
 
-def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Run) -> None:
+def test_of_several_that_register_at_once_all_but_the_first_are_compared(run):
     models = [run.exported(number) for number in (1, 2, 3)]
     start = threading.Barrier(len(models))
 
-    def go(model: str) -> registration.Registration:
+    def go(model):
         start.wait()
         return run.register(model)
 
@@ -271,14 +268,12 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run: Ru
         ),
     ],
 )
-def test_a_model_that_is_not_whole_is_refused(
-    run: Run, changed: dict[str, Any], words: str
-) -> None:
+def test_a_model_that_is_not_whole_is_refused(run, changed, words):
     assert words in refused(run.register(run.exported(1, **changed)))
     assert registry.names(run.root) == []
 
 
-def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
+def test_eight_bits_that_lose_accuracy_are_refused(run):
     worse = {**PARITY["formats"]["tflite_int8"], "lost": 0.065}
     parity = {**PARITY, "formats": {"tflite_int8": worse}}
     reason = refused(run.register(run.exported(1, parity=parity)))
@@ -294,7 +289,7 @@ def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
         ({"task": "ranking"}, "task"),
     ],
 )
-def test_another_signature_is_refused(run: Run, changed: dict[str, Any], words: str) -> None:
+def test_another_signature_is_refused(run, changed, words):
     run.register(run.exported(1))
     champion = run.champion()
     assert champion
@@ -337,9 +332,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         ),
     ],
 )
-def test_another_meaning_of_the_probability_is_refused(
-    run: Run, before: dict[str, Any], now: dict[str, Any], words: str
-) -> None:
+def test_another_meaning_of_the_probability_is_refused(run, before, now, words):
     run.register(run.exported(1, **before))
     champion = run.champion()
     assert champion
@@ -347,7 +340,7 @@ def test_another_meaning_of_the_probability_is_refused(
     assert words.format(uri=champion.uri) in reason
 
 
-def test_the_same_positive_class_in_another_spelling_is_the_same(run: Run) -> None:
+def test_the_same_positive_class_in_another_spelling_is_the_same(run):
     run.register(run.exported(1, **BINARY))
     champion = run.champion()
     assert champion
@@ -356,7 +349,7 @@ def test_the_same_positive_class_in_another_spelling_is_the_same(run: Run) -> No
     assert found.promoted, found.reasons
 
 
-def test_limits(run: Run) -> None:
+def test_limits(run):
     model = run.exported(1)
     assert "the model in megabytes is 2; it" in refused(run.register(model, max_megabytes=1.5))
     reasons = run.register(model, max_megabytes=9, max_milliseconds=2).reasons
@@ -367,7 +360,7 @@ def test_limits(run: Run) -> None:
     assert run.register(model).promoted
 
 
-def test_a_truncated_export_is_found(run: Run) -> None:
+def test_a_truncated_export_is_found(run):
     model = run.exported(1)
     folder = storage.local_path(model)
     assert folder
@@ -378,14 +371,14 @@ def test_a_truncated_export_is_found(run: Run) -> None:
     assert run.champion() is None
 
 
-def test_something_else_at_its_place_is_named(run: Run) -> None:
+def test_something_else_at_its_place_is_named(run):
     model = run.exported(1)
     storage.publish(run.folder / "empty-1", f"{model}-registration-0", kind="other")
     with pytest.raises(UserError, match="is of kind 'other', not 'registration'"):
         run.register(model)
 
 
-def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
+def test_a_champion_that_is_gone_is_named_with_the_remedy(run):
     run.register(run.exported(1))
     champion = run.champion()
     assert champion
@@ -399,13 +392,11 @@ def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
     assert str(error.value).endswith("with `flotilla models promote`")
 
 
-def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(run, monkeypatch):
     model = run.exported(1)
     genuine = storage.publish
 
-    def dying(folder: Path, uri: str, **rest: Any) -> storage.Manifest:
+    def dying(folder, uri, **rest):
         if "/promotions/" in uri:
             raise KeyboardInterrupt
         return genuine(folder, uri, **rest)

@@ -4,7 +4,6 @@ import json
 import shutil
 import threading
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from flotilla.trainer.promotion.registry import opponent
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.manifest import MANIFEST
 from tests.stores.fixtures import bucket_name
-from tests.stores.s3_server import S3Server
 
 NAME = "digits"
 
@@ -25,11 +23,11 @@ LINEAGE = {"run_id": "digits-1", "metrics": {"accuracy": 0.9}}
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> str:
+def root(tmp_path):
     return storage.uri_of(tmp_path / "root")
 
 
-def exported(folder: Path, text: str = "weights") -> str:
+def exported(folder, text="weights"):
     source = folder / f"source-{text}"
     served = source / "serving" / NAME / "7"
     served.mkdir(parents=True)
@@ -41,23 +39,23 @@ def exported(folder: Path, text: str = "weights") -> str:
     return uri
 
 
-def register(root: str, folder: Path, text: str = "weights") -> registry.Version:
+def register(root, folder, text="weights"):
     folder.mkdir(exist_ok=True)
     model = exported(folder, text)
     return registry.register(root, NAME, model, lineage=LINEAGE, scratch=folder)
 
 
-def promote(root: str, number: int, after: int, by: str = "me") -> registry.Promotion:
+def promote(root, number, after, by="me"):
     return registry.promote(root, NAME, number, after=after, by=by)
 
 
-def champion(root: str) -> int:
+def champion(root):
     found = registry.champion(root, NAME)
     assert found is not None
     return found.number
 
 
-def test_an_empty_registry(root: str) -> None:
+def test_an_empty_registry(root):
     assert registry.names(root) == []
     assert registry.versions(root, NAME) == []
     assert registry.champion(root, NAME) is None
@@ -66,7 +64,7 @@ def test_an_empty_registry(root: str) -> None:
         registry.rollback(root, NAME, by="me")
 
 
-def test_a_registry_below_a_uri_with_options(s3: S3Server, tmp_path: Path) -> None:
+def test_a_registry_below_a_uri_with_options(s3, tmp_path):
     bucket = bucket_name()
     s3.create_bucket(bucket)
     root = f"minio://{bucket}/team?endpoint={s3.url}&region=us-east-1"
@@ -77,7 +75,7 @@ def test_a_registry_below_a_uri_with_options(s3: S3Server, tmp_path: Path) -> No
     assert (registry.names(root), champion(root)) == ([NAME], 2)
 
 
-def test_a_version_is_a_copy_that_can_be_served(root: str, tmp_path: Path) -> None:
+def test_a_version_is_a_copy_that_can_be_served(root, tmp_path):
     first, second = (register(root, tmp_path, text) for text in ("a", "b"))
     assert [first.number, second.number] == [1, 2]
     storage.delete(storage.uri_of(tmp_path / "model-b"))
@@ -91,7 +89,7 @@ def test_a_version_is_a_copy_that_can_be_served(root: str, tmp_path: Path) -> No
     assert registry.names(root) == [NAME]
 
 
-def test_the_same_model_is_registered_once(root: str, tmp_path: Path) -> None:
+def test_the_same_model_is_registered_once(root, tmp_path):
     model = exported(tmp_path)
     first = registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
     again = registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
@@ -99,7 +97,7 @@ def test_the_same_model_is_registered_once(root: str, tmp_path: Path) -> None:
     assert len(registry.versions(root, NAME)) == 1
 
 
-def test_a_truncated_model_is_not_registered(root: str, tmp_path: Path) -> None:
+def test_a_truncated_model_is_not_registered(root, tmp_path):
     model = exported(tmp_path)
     path = tmp_path / "model-weights" / "serving" / NAME / "7" / "saved_model.pb"
     path.write_text("weig")
@@ -108,9 +106,7 @@ def test_a_truncated_model_is_not_registered(root: str, tmp_path: Path) -> None:
     assert registry.versions(root, NAME) == []
 
 
-def test_a_registered_model_is_not_champion_before_it_is_promoted(
-    root: str, tmp_path: Path
-) -> None:
+def test_a_registered_model_is_not_champion_before_it_is_promoted(root, tmp_path):
     first, second = (register(root, tmp_path, text) for text in ("a", "b"))
     promote(root, first.number, after=0)
     assert champion(root) == 1
@@ -120,13 +116,13 @@ def test_a_registered_model_is_not_champion_before_it_is_promoted(
     assert (record["version"], record["predecessor"]) == (2, 1)
 
 
-def test_a_version_that_is_not_there_is_named(root: str, tmp_path: Path) -> None:
+def test_a_version_that_is_not_there_is_named(root, tmp_path):
     register(root, tmp_path)
     with pytest.raises(UserError, match=r"digits has no version 5 below .* \(known: 1\)"):
         promote(root, 5, after=0)
 
 
-def test_a_damaged_version_is_not_promoted(root: str, tmp_path: Path) -> None:
+def test_a_damaged_version_is_not_promoted(root, tmp_path):
     made = register(root, tmp_path)
     folder = storage.local_path(made.uri)
     assert folder
@@ -136,7 +132,7 @@ def test_a_damaged_version_is_not_promoted(root: str, tmp_path: Path) -> None:
     assert registry.newest(root, NAME) == 0
 
 
-def test_the_second_one_learns_who_was_first(root: str, tmp_path: Path) -> None:
+def test_the_second_one_learns_who_was_first(root, tmp_path):
     register(root, tmp_path, "a")
     register(root, tmp_path, "b")
     promote(root, 2, after=0, by="run x")
@@ -149,14 +145,14 @@ def test_the_second_one_learns_who_was_first(root: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_of_many_at_once_one_wins_and_all_know_it(root: str, tmp_path: Path, same: bool) -> None:
+def test_of_many_at_once_one_wins_and_all_know_it(root, tmp_path, same):
     count = 4
     numbers = [register(root, tmp_path, str(n)).number for n in range(count)]
     begin = threading.Barrier(count)
     won: list[Any] = []
     lost: list[Any] = []
 
-    def race(number: int) -> None:
+    def race(number):
         begin.wait()
         try:
             won.append(promote(root, 1 if same else number, after=0, by=f"run {number}"))
@@ -173,11 +169,11 @@ def test_of_many_at_once_one_wins_and_all_know_it(root: str, tmp_path: Path, sam
     assert all(f"{won[0].by} promoted version {won[0].version}" in line for line in lost)
 
 
-def test_versions_at_once_have_numbers_of_their_own(root: str, tmp_path: Path) -> None:
+def test_versions_at_once_have_numbers_of_their_own(root, tmp_path):
     begin = threading.Barrier(4)
     made: list[int] = []
 
-    def race(text: str) -> None:
+    def race(text):
         begin.wait()
         made.append(register(root, tmp_path / text, text).number)
 
@@ -190,7 +186,7 @@ def test_versions_at_once_have_numbers_of_their_own(root: str, tmp_path: Path) -
     assert [each.number for each in registry.versions(root, NAME)] == [1, 2, 3, 4]
 
 
-def test_rolling_back_goes_back_and_not_forth(root: str, tmp_path: Path) -> None:
+def test_rolling_back_goes_back_and_not_forth(root, tmp_path):
     for number in (1, 2, 3):
         register(root, tmp_path, str(number))
         promote(root, number, after=number - 1)
@@ -204,21 +200,21 @@ def test_rolling_back_goes_back_and_not_forth(root: str, tmp_path: Path) -> None
     assert [each.version for each in registry.promotions(root, NAME)] == [1, 2, 3, 2, 1, 3, 1]
 
 
-def test_two_names_do_not_meet(root: str, tmp_path: Path) -> None:
+def test_two_names_do_not_meet(root, tmp_path):
     register(root, tmp_path)
     model = exported(tmp_path, "other")
     other = registry.register(root, "mnist", model, lineage=LINEAGE, scratch=tmp_path)
     assert (other.number, registry.names(root)) == (1, ["digits", "mnist"])
 
 
-def test_numbers_above_nine_are_in_order(root: str, tmp_path: Path) -> None:
+def test_numbers_above_nine_are_in_order(root, tmp_path):
     register(root, tmp_path)
     for after in range(11):
         promote(root, 1, after=after)
     assert registry.newest(root, NAME) == 11
 
 
-def trained(folder: Path, step: int) -> tuple[str, str]:
+def trained(folder, step):
     """Publish a directory with a checkpoint's layout; return its URI and its creation time."""
     (folder / "empty").mkdir(parents=True, exist_ok=True)
     uri = storage.uri_of(folder / f"step-{step}")
@@ -226,7 +222,7 @@ def trained(folder: Path, step: int) -> tuple[str, str]:
     return uri, made.created
 
 
-def crowned(root: str, folder: Path, number: int) -> str:
+def crowned(root, folder, number):
     """Register and promote the model of a new checkpoint; return the checkpoint's URI."""
     checkpoint, created = trained(folder, number)
     source = folder / f"crowned-{number}"
@@ -241,12 +237,12 @@ def crowned(root: str, folder: Path, number: int) -> str:
     return checkpoint
 
 
-def opponent_of(root: str, checkpoint: str) -> int:
+def opponent_of(root, checkpoint):
     found = opponent(root, NAME, checkpoint)
     return found.number if found else 0
 
 
-def test_the_opponent_is_the_champion(root: str, tmp_path: Path) -> None:
+def test_the_opponent_is_the_champion(root, tmp_path):
     checkpoint, _ = trained(tmp_path, 9)
     assert opponent_of(root, checkpoint) == 0
     crowned(root, tmp_path, 1)
@@ -254,7 +250,7 @@ def test_the_opponent_is_the_champion(root: str, tmp_path: Path) -> None:
     assert opponent_of(root, checkpoint) == 2
 
 
-def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
+def test_no_model_is_its_own_opponent(root, tmp_path):
     first = crowned(root, tmp_path, 1)
     assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
@@ -264,7 +260,7 @@ def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
     assert opponent_of(root, first) == 2
 
 
-def test_the_opponent_after_a_rollback_is_the_champion_again(root: str, tmp_path: Path) -> None:
+def test_the_opponent_after_a_rollback_is_the_champion_again(root, tmp_path):
     for number in (1, 2):
         crowned(root, tmp_path, number)
     registry.rollback(root, NAME, by="me")
@@ -272,14 +268,14 @@ def test_the_opponent_after_a_rollback_is_the_champion_again(root: str, tmp_path
     assert opponent_of(root, checkpoint) == 1
 
 
-def test_a_checkpoint_that_was_made_again_is_another_one(root: str, tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_made_again_is_another_one(root, tmp_path):
     first = crowned(root, tmp_path, 1)
     storage.delete(first)
     storage.publish(tmp_path / "empty", first, kind="checkpoint", fields={"global_step": 1})
     assert opponent_of(root, first) == 1
 
 
-def test_an_opponent_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> None:
+def test_an_opponent_whose_version_is_gone_is_named(root, tmp_path):
     crowned(root, tmp_path, 1)
     storage.delete(registry.version(root, NAME, 1).uri)
     checkpoint, _ = trained(tmp_path, 9)
@@ -287,13 +283,13 @@ def test_an_opponent_whose_version_is_gone_is_named(root: str, tmp_path: Path) -
         opponent(root, NAME, checkpoint)
 
 
-def damage(uri: str) -> None:
+def damage(uri):
     folder = storage.local_path(uri)
     assert folder
     (folder / MANIFEST).write_text('{"schema": 1, "ki')
 
 
-def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path: Path) -> None:
+def test_a_damaged_promotion_is_named_and_can_be_made_again(root, tmp_path):
     for text in "ab":
         register(root, tmp_path, text)
     promote(root, 1, after=0)
@@ -308,7 +304,7 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path:
     assert champion(root) == 2
 
 
-def spoilt(uri: str, how: str) -> None:
+def spoilt(uri, how):
     folder = storage.local_path(uri)
     assert folder
     tree = json.loads((folder / MANIFEST).read_text())
@@ -340,9 +336,7 @@ def spoilt(uri: str, how: str) -> None:
         "of another type",
     ],
 )
-def test_no_older_champion_where_the_newest_promotion_cannot_be_read(
-    root: str, tmp_path: Path, how: str
-) -> None:
+def test_no_older_champion_where_the_newest_promotion_cannot_be_read(root, tmp_path, how):
     for number, text in enumerate("ab", start=1):
         register(root, tmp_path, text)
         made = promote(root, number, after=number - 1)
@@ -365,7 +359,7 @@ def test_no_older_champion_where_the_newest_promotion_cannot_be_read(
 
 
 @pytest.mark.parametrize("how", ["folder", "manifest"])
-def test_a_promotion_that_is_gone_is_written_again(root: str, tmp_path: Path, how: str) -> None:
+def test_a_promotion_that_is_gone_is_written_again(root, tmp_path, how):
     for number, text in enumerate("ab", start=1):
         register(root, tmp_path, text)
         made = promote(root, number, after=number - 1)
@@ -377,9 +371,7 @@ def test_a_promotion_that_is_gone_is_written_again(root: str, tmp_path: Path, ho
 
 
 @pytest.mark.parametrize("tree", ["{", '{"version": 1}', '{"version": "2", "predecessor": 0}'])
-def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(
-    root: str, tmp_path: Path, tree: str
-) -> None:
+def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(root, tmp_path, tree):
     register(root, tmp_path)
     storage.delete(promote(root, 1, after=0).uri)
     home = storage.local_path(registry.home(root, NAME))
@@ -390,8 +382,8 @@ def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(
 
 
 def test_an_older_promotion_that_cannot_be_read_is_passed_over_but_not_gone_back_to(
-    root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+    root, tmp_path, caplog
+):
     for number, text in enumerate("abc", start=1):
         register(root, tmp_path, text)
         promote(root, number, after=number - 1)
@@ -403,7 +395,7 @@ def test_an_older_promotion_that_cannot_be_read_is_passed_over_but_not_gone_back
     assert champion(root) == 3
 
 
-def test_what_has_no_number_of_ours_is_not_read(root: str, tmp_path: Path) -> None:
+def test_what_has_no_number_of_ours_is_not_read(root, tmp_path):
     register(root, tmp_path)
     promote(root, 1, after=0)
     home = storage.local_path(registry.home(root, NAME))
@@ -421,7 +413,7 @@ def test_what_has_no_number_of_ours_is_not_read(root: str, tmp_path: Path) -> No
     registry.list_requested(root, NAME)
 
 
-def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
+def test_a_version_is_that_of_its_folder(root, tmp_path):
     register(root, tmp_path)
     home = storage.local_path(registry.home(root, NAME))
     assert home
@@ -430,7 +422,7 @@ def test_a_version_is_that_of_its_folder(root: str, tmp_path: Path) -> None:
     assert [each.number for each in registry.versions(root, NAME)] == [1]
 
 
-def test_the_collection_of_garbage_leaves_what_was_agreed_on(root: str, tmp_path: Path) -> None:
+def test_the_collection_of_garbage_leaves_what_was_agreed_on(root, tmp_path):
     register(root, tmp_path)
     promote(root, 1, after=0)
     claims = storage.join(registry.home(root, NAME), "claims", "promotions", "000001")
@@ -460,9 +452,7 @@ def test_kserve_gets_a_uri_that_it_knows(uri, place):
 
 
 @pytest.mark.parametrize("days", [-365, 365])
-def test_the_mark_of_another_clock_blocks_no_promotion(
-    root: str, tmp_path: Path, days: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mark_of_another_clock_blocks_no_promotion(root, tmp_path, days, monkeypatch):
     register(root, tmp_path)
     with monkeypatch.context() as patch:
         now = time.time()
@@ -473,7 +463,7 @@ def test_the_mark_of_another_clock_blocks_no_promotion(
 
 
 @pytest.mark.parametrize("mark", [b"", b'{"at": "now"}', b'{"at": 1e11}', b'{"at": 0}'])
-def test_a_mark_without_a_credible_time_is_no_promotion(root: str, mark: bytes) -> None:
+def test_a_mark_without_a_credible_time_is_no_promotion(root, mark):
     home = registry.home(root, NAME)
     storage.write_bytes(storage.join(home, "promoting", "000001-ab.json"), mark)
     assert registry.list_requested(root, NAME) == []

@@ -1,16 +1,13 @@
 """Tests the registry with writers that promote and register at the same time."""
 
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.promotion import registry
-from tests.stores.faults import Plan
 from tests.stores.fixtures import bucket_name
 from tests.trainer.promotion.test_registry import (
     LINEAGE,
@@ -23,7 +20,7 @@ from tests.trainer.promotion.test_registry import (
 BUCKETS = ["gs", "s3", "gs unconditional", "s3 unconditional"]
 
 
-def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
+def store(request):
     scheme, _, unconditional = request.param.partition(" ")
     server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
     bucket = bucket_name()
@@ -45,18 +42,18 @@ bucket = pytest.fixture(
 
 
 @pytest.fixture(params=["file", *BUCKETS])
-def store_root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def store_root(request, tmp_path):
     if request.param == "file":
         yield storage.uri_of(tmp_path / "root")
         return
     yield from (uri for uri, _ in store(request))
 
 
-def together(*acts: Callable[[], Any]) -> list[Any]:
+def together(*acts):
     """Run several actions concurrently; return the result or error of each."""
     begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
 
-    def run(place: int, act: Callable[[], Any]) -> None:
+    def run(place, act):
         begin.wait()
         try:
             ends[place] = act()
@@ -71,7 +68,7 @@ def together(*acts: Callable[[], Any]) -> list[Any]:
     return ends
 
 
-def check(store_root: str, ends: list[Any]) -> None:
+def check(store_root, ends):
     """Assert that one action made the registered promotion and all other errors name it."""
     [won] = [end for end in ends if isinstance(end, registry.Promotion)]
     made = registry.promotions(store_root, NAME)
@@ -87,9 +84,7 @@ def check(store_root: str, ends: list[Any]) -> None:
 
 
 @pytest.mark.slow
-def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
-    store_root: str, tmp_path: Path
-) -> None:
+def test_two_promotions_at_once_leave_one_champion_and_both_know_it(store_root, tmp_path):
     for text in "abc":
         register(store_root, tmp_path, text)
     promote(store_root, 1, after=0)
@@ -101,7 +96,7 @@ def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
 
 
 @pytest.mark.slow
-def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> None:
+def test_a_promotion_and_a_rollback_at_once(store_root, tmp_path):
     for number, text in enumerate("abc", start=1):
         register(store_root, tmp_path, text)
         if number < 3:
@@ -117,9 +112,7 @@ def test_a_promotion_and_a_rollback_at_once(store_root: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_two_registrations_at_once_have_versions_of_their_own(
-    store_root: str, tmp_path: Path
-) -> None:
+def test_two_registrations_at_once_have_versions_of_their_own(store_root, tmp_path):
     models = {}
     for text in "abcd":
         (tmp_path / text).mkdir()
@@ -144,9 +137,7 @@ def test_two_registrations_at_once_have_versions_of_their_own(
 
 
 @pytest.mark.slow
-def test_the_same_model_registered_twice_at_once_is_one_version(
-    store_root: str, tmp_path: Path
-) -> None:
+def test_the_same_model_registered_twice_at_once_is_one_version(store_root, tmp_path):
     model = exported(tmp_path)
     acts = [
         lambda: registry.register(store_root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
@@ -157,7 +148,7 @@ def test_the_same_model_registered_twice_at_once_is_one_version(
 
 
 @pytest.mark.long
-def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_path: Path) -> None:
+def test_whenever_another_comes_between_one_wins(bucket, tmp_path):
     store_root, plan = bucket
     for text in "ab":
         register(store_root, tmp_path, text)
@@ -167,7 +158,7 @@ def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_p
     assert at > 8, "there was much to come between"
 
 
-def raced(store_root: str, plan: Plan, at: int) -> bool:
+def raced(store_root, plan, at):
     """Promote while another client promotes before request `at`; return whether it did."""
     after, own, requests = (
         registry.newest(store_root, NAME),
@@ -176,7 +167,7 @@ def raced(store_root: str, plan: Plan, at: int) -> bool:
     )
     ends: list[Any] = []
 
-    def between(_request: str) -> None:
+    def between(_request):
         if own.acquire(blocking=False):
             try:
                 if next(requests) == at:

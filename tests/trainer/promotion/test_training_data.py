@@ -9,7 +9,6 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.listing import Listing, SourceFile, select_spans
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.promotion import training_data as trained
@@ -20,7 +19,7 @@ from tests.trainer.promotion.test_registry import exported
 NIGHTS, KEPT = 1000, 60
 
 
-def as_listing(content: dict[int, int]) -> Listing:
+def as_listing(content):
     return Listing(
         "gs://b",
         tuple(
@@ -31,7 +30,7 @@ def as_listing(content: dict[int, int]) -> Listing:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed: int) -> None:
+def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed):
     draw = random.Random(seed)
     content: dict[int, int] = {}
     pending, late = set[int](), dict[int, int]()
@@ -82,11 +81,11 @@ NAME = "things"
 
 
 @pytest.fixture
-def root(tmp_path: Path) -> str:
+def root(tmp_path):
     return storage.uri_of(tmp_path / "root")
 
 
-def crown(root: str, folder: Path, version: str, spans: dict[str, str]) -> None:
+def crown(root, folder, version, spans):
     made = registry.register(
         root,
         NAME,
@@ -97,7 +96,7 @@ def crown(root: str, folder: Path, version: str, spans: dict[str, str]) -> None:
     registry.promote(root, NAME, made.number, after=registry.newest(root, NAME), by="me")
 
 
-def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root: str, tmp_path: Path) -> None:
+def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root, tmp_path):
     assert trained.read_champion_data(root, NAME) == trained.TrainedData(spans={})
     crown(root, tmp_path, "a", {"1": "x", "2": "x"})
     crown(root, tmp_path, "b", {"2": "y"})
@@ -109,7 +108,7 @@ def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root: str, tmp_p
     assert trained.read_champion_data(root, NAME).spans == {"1": "x", "2": "x", "3": "z"}
 
 
-def configured(**training: Any) -> Config:
+def configured(**training):
     return parse_config(
         {
             "name": NAME,
@@ -119,7 +118,7 @@ def configured(**training: Any) -> Config:
     )
 
 
-def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
+def test_what_a_run_has_decided_needs_no_second_run(root):
     config = configured()
     trained.begin(config, root, "first")
     # A killed run leaves no decision.
@@ -145,9 +144,7 @@ def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
         {"task": {"outputs": {"y": {"metrics": ["mine:it"]}}}},
     ],
 )
-def test_own_code_that_was_written_again_is_news(
-    named: dict[str, Any], root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_own_code_that_was_written_again_is_news(named, root, tmp_path, monkeypatch):
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "mine.py").write_text("def it(): return 1\n")
     data = {"source": "s.csv", "version": "0" * 32}
@@ -159,7 +156,7 @@ def test_own_code_that_was_written_again_is_news(
     assert trained.find_finished(config, root) == ""
 
 
-def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
+def test_a_mark_that_is_damaged_is_one_line(root):
     config = configured()
     trained.begin(config, root, "first")
     trained.end(root, "first", "promoted")
@@ -169,9 +166,7 @@ def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:
         trained.find_finished(config, root)
 
 
-def test_the_source_of_a_function_of_the_users_is_part_of_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_source_of_a_function_of_the_users_is_part_of_it(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
     module = tmp_path / "nightly_rows.py"
     config = parse_config({"data": {"source": "a.csv", "map": "nightly_rows:f"}})

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from flotilla.trainer.report.charts import (
     MARKED_POINTS,
     MOST_POINTS,
-    Chart,
     fit_axis,
     line_chart,
 )
@@ -16,13 +15,13 @@ from flotilla.trainer.report.charts import (
 _any = st.none() | st.text() | st.booleans() | st.floats() | st.integers(-(10**400), 10**400)
 
 
-def drawn(table: list[dict[str, Any]], **series: str) -> Chart:
+def drawn(table, **series):
     chart = line_chart("t", table, "step", series or {"loss": "training"})
     assert chart
     return chart
 
 
-def test_a_falling_line_falls() -> None:
+def test_a_falling_line_falls():
     chart = drawn([{"step": 100, "loss": 2.0}, {"step": 300, "loss": 0.5}])
     [line] = chart.lines
     (x1, y1), (x2, y2) = line.points
@@ -33,14 +32,14 @@ def test_a_falling_line_falls() -> None:
     assert line.marks == line.points
 
 
-def test_the_grid_is_round_and_holds_all_points() -> None:
+def test_the_grid_is_round_and_holds_all_points():
     chart = drawn([{"step": 50, "loss": 2.31}, {"step": 1500, "loss": 0.04}])
     assert [tick.label for tick in chart.columns] == ["0", "500", "1000", "1500"]
     assert [tick.label for tick in chart.rows] == ["0", "0.5", "1", "1.5", "2"]
     assert (chart.columns[0].at, chart.columns[-1].at) == (0, 100)
 
 
-def test_the_lines_fill_the_height() -> None:
+def test_the_lines_fill_the_height():
     chart = drawn([{"step": 1, "loss": 0.91}, {"step": 2, "loss": 0.97}])
     (_, low), (_, high) = chart.lines[0].points
     assert (low, high) == (pytest.approx(100 - 100 / 22), pytest.approx(100 / 22))
@@ -56,7 +55,7 @@ def test_the_lines_fill_the_height() -> None:
         ([16.0, 256.0], ["20", "50", "100", "200"]),
     ],
 )
-def test_the_ticks_of_a_log_axis_are_within_it(values: list[float], labels: list[str]) -> None:
+def test_the_ticks_of_a_log_axis_are_within_it(values, labels):
     axis = fit_axis(values, is_log=True)
     assert [tick.label for tick in axis.ticks] == labels
     assert (axis.place(values[0]), axis.place(values[1])) == (0, 100)
@@ -64,16 +63,16 @@ def test_the_ticks_of_a_log_axis_are_within_it(values: list[float], labels: list
 
 
 @pytest.mark.parametrize("values", [[0.0, 1.0], [-1.0, 1.0]])
-def test_there_is_no_log_axis_without_positive_values(values: list[float]) -> None:
+def test_there_is_no_log_axis_without_positive_values(values):
     assert not fit_axis(values, is_log=True).is_log
 
 
-def test_labels_have_no_dust_of_floats() -> None:
+def test_labels_have_no_dust_of_floats():
     chart = drawn([{"step": 0, "loss": 0.1}, {"step": 1, "loss": 0.7}])
     assert [tick.label for tick in chart.rows] == ["0.2", "0.4", "0.6"]
 
 
-def test_rows_without_a_number_add_no_point() -> None:
+def test_rows_without_a_number_add_no_point():
     table: list[dict[str, Any]] = [
         {"step": 1, "loss": 1.0},
         {"step": 2},
@@ -89,32 +88,32 @@ def test_rows_without_a_number_add_no_point() -> None:
     assert len(drawn(table).lines[0].points) == 2
 
 
-def test_each_series_is_a_line_and_empty_ones_are_left_out() -> None:
+def test_each_series_is_a_line_and_empty_ones_are_left_out():
     table = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": 5.0}]
     chart = drawn(table, a="first", b="second", c="third")
     assert [(line.label, len(line.points)) for line in chart.lines] == [("first", 2), ("second", 1)]
 
 
 @pytest.mark.parametrize("table", [[], [{}], [{"step": 1}], [{"step": 1, "loss": math.nan}]])
-def test_nothing_to_draw(table: list[dict[str, Any]]) -> None:
+def test_nothing_to_draw(table):
     assert line_chart("t", table, "step", {"loss": "training"}) is None
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-300, 1e99, 123456789.0])
-def test_one_point_is_inside(value: float) -> None:
+def test_one_point_is_inside(value):
     chart = drawn([{"step": 500, "loss": value}])
     [(x, y)] = chart.lines[0].points
     assert 0 < x < 100
     assert 0 < y < 100
 
 
-def test_rows_out_of_order_are_put_in_order() -> None:
+def test_rows_out_of_order_are_put_in_order():
     chart = drawn([{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 0.0}])
     across = [x for x, _ in chart.lines[0].points]
     assert across == sorted(across)
 
 
-def test_many_points_are_thinned_without_losing_a_peak() -> None:
+def test_many_points_are_thinned_without_losing_a_peak():
     table = [{"step": n, "loss": 1.0} for n in range(20_000)]
     table[7777]["loss"] = 9.0
     table[8888]["loss"] = -9.0
@@ -125,7 +124,7 @@ def test_many_points_are_thinned_without_losing_a_peak() -> None:
     assert line.marks == ()
 
 
-def test_marks_are_for_few_points() -> None:
+def test_marks_are_for_few_points():
     few = drawn([{"step": n, "loss": 1.0 * n} for n in range(MARKED_POINTS)])
     more = drawn([{"step": n, "loss": 1.0 * n} for n in range(MARKED_POINTS + 1)])
     assert len(few.lines[0].marks) == MARKED_POINTS
@@ -134,7 +133,7 @@ def test_marks_are_for_few_points() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.fixed_dictionaries({}, optional={"step": _any, "loss": _any, "b": _any})))
-def test_whatever_the_table_holds_the_picture_is_whole(table: list[dict[str, Any]]) -> None:
+def test_whatever_the_table_holds_the_picture_is_whole(table):
     chart = line_chart("t", table, "step", {"loss": "training", "b": "other"})
     if not chart:
         return
@@ -146,7 +145,7 @@ def test_whatever_the_table_holds_the_picture_is_whole(table: list[dict[str, Any
             assert 0 <= y <= 100
 
 
-def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end() -> None:
+def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end():
     table = [{"step": 0, "loss": 1.0}, {"step": 1000, "loss": 2.0}]
     flags = [(500.0, "restart"), (501.0, "restart"), (502.0, "stalled"), (9e9, "resumed")]
     chart = line_chart("t", table, "step", {"loss": "training"}, flags=flags)
@@ -159,7 +158,7 @@ def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end() -> None:
     ("values", "is_log"),
     [([1.8, 0.03], True), ([1.8, 0.5], False), ([1.8, 0.0], False), ([1e9, 1e-9], True)],
 )
-def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values: list[float], is_log: bool) -> None:
+def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values, is_log):
     table = [{"step": at, "loss": value} for at, value in enumerate(values)]
     chart = line_chart("t", table, "step", {"loss": "training"}, logarithmic=True)
     assert chart
@@ -169,7 +168,7 @@ def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values: list[float], is
         assert 0 <= y <= 100
 
 
-def test_the_horizontal_axis_ends_where_the_points_end() -> None:
+def test_the_horizontal_axis_ends_where_the_points_end():
     chart = drawn([{"step": 20, "loss": 1.0}, {"step": 12_000, "loss": 2.0}])
     assert chart.lines[0].points[-1][0] == 100
     assert chart.columns[0].label == "0"

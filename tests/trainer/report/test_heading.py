@@ -42,7 +42,7 @@ BLESSED = {
 }  # fmt: skip
 
 
-def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
+def test_a_failed_run_begins_with_cause_place_and_next_command():
     words = Page(report.render(FAILED)).words
     assert words[1:12] == [
         "Failed in train_model", "digits: failed in train_model", "train_model: my_model: 0",
@@ -55,13 +55,13 @@ def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
     assert words[14:17] == ["Training", "Time line", "Steps and lineage"], "the contents"
 
 
-def test_an_error_outside_of_the_users_code_has_no_place() -> None:
+def test_an_error_outside_of_the_users_code_has_no_place():
     elsewhere = TRACEBACK.replace("/home/me/my_model.py", "/x/site-packages/a.py")
     for traceback in ("", "no traceback", "  File", elsewhere):
         assert heading.find_place(traceback) == {}, traceback
 
 
-def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither() -> None:
+def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither():
     for name in ("history", "workdir"):
         commands = heading.commands({**FAILED, name: None})
         assert len(commands) == 1
@@ -69,7 +69,7 @@ def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither() -
     assert heading.commands(BLESSED) == []
 
 
-def test_what_ran_is_at_the_head() -> None:
+def test_what_ran_is_at_the_head():
     assert dict(heading.particulars(FAILED)) == {
         "Run": "digits-1",
         "Date": "2026-11-23 21:40 UTC",
@@ -81,7 +81,7 @@ def test_what_ran_is_at_the_head() -> None:
     }
 
 
-def test_of_a_program_its_own_roles_are_said_and_no_speed_is_guessed() -> None:
+def test_of_a_program_its_own_roles_are_said_and_no_speed_is_guessed():
     program = {"command": ["python", "own.py"], "roles": {"chief": 1, "worker": 2, "ps": 1}}
     history = [{"global_step": 5, "steps_per_second": 10.0}]
     config = {"training": {"strategy": "single", "batch_size": 8}, "program": program}
@@ -91,7 +91,7 @@ def test_of_a_program_its_own_roles_are_said_and_no_speed_is_guessed() -> None:
     assert heading.examples_a_second(history, {"training": config["training"]}) == 80
 
 
-def test_the_length_is_said_in_steps_and_epochs() -> None:
+def test_the_length_is_said_in_steps_and_epochs():
     history = [{"global_step": 500, "epoch": 7.9}, {"global_step": 1500, "epoch": 23.7}]
     rows = dict(heading.particulars({**FAILED, "history": history}))
     assert rows["Length"] == "1,500 steps, 24 epochs"
@@ -99,7 +99,7 @@ def test_the_length_is_said_in_steps_and_epochs() -> None:
     assert "An epoch is 63.3 global steps." in page.text
 
 
-def test_examples_a_second_are_those_that_the_workers_counted() -> None:
+def test_examples_a_second_are_those_that_the_workers_counted():
     rows = [
         {"global_step": n, "steps_per_second": speed, "workers": {"w": {"examples": n * 32}}}
         for n, speed in ((10, 1.0), (20, 100.0), (30, 100.0), (5, math.nan))
@@ -112,7 +112,7 @@ def test_examples_a_second_are_those_that_the_workers_counted() -> None:
     )
 
 
-def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() -> None:
+def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked():
     page = Page(report.render(BLESSED))
     assert "flotilla predict --workdir /r digits@3 FILE" in page.words
     assert 'folder = "/r/digits-1/model/step-5"' in page.text
@@ -121,14 +121,14 @@ def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() ->
     assert "gs://b/datasets/k" in page.words
 
 
-def test_a_model_in_a_bucket_says_what_to_copy() -> None:
+def test_a_model_in_a_bucket_says_what_to_copy():
     uri = "s3://b/model"
     page = Page(report.render({"artifacts": {"model": uri}, "model": BLESSED["model"]}))
     assert f"flotilla predict {uri} FILE" in page.words
     assert f"Copy {uri} to the folder `model` first." in page.words
 
 
-def test_a_link_leads_to_a_local_file_or_nowhere() -> None:
+def test_a_link_leads_to_a_local_file_or_nowhere():
     for uri in (
         "javascript:alert(1)", "data:text/html,x", "file:///a b", 'file:///"onclick=x',
         "FILE:///a", "https://x.test", "//x.test", "", None,
@@ -138,7 +138,7 @@ def test_a_link_leads_to_a_local_file_or_nowhere() -> None:
         assert Page(html).links() == [], uri
 
 
-def test_idle_time_is_not_counted_as_duration() -> None:
+def test_idle_time_is_not_counted_as_duration():
     tries = [
         {"step": "train_model", "began": 1795470000.0, "seconds": 60.0},
         {"step": "train_model", "began": 1795477200.0, "seconds": 30.0},
@@ -185,9 +185,7 @@ SEARCH = f"flotilla sweep --workdir '/my runs' {CONFIG_FILE} --auto --minutes 10
         ),
     ],
 )
-def test_a_refused_run_says_what_to_do_next(
-    facts: dict[str, Any], rule: dict[str, Any], commands: list[str]
-) -> None:
+def test_a_refused_run_says_what_to_do_next(facts, rule, commands):
     broken = [{**rule, "passed": False}] if rule else []
     page = Page(report.render({**REFUSED, **facts, "rules": broken}))
     first = page.words.index("What to do next") + 1
@@ -206,7 +204,7 @@ def test_a_refused_run_says_what_to_do_next(
     ],
     ids=["none", "one point", "NaN", "no validation split"],
 )
-def test_odd_histories(history: list[dict[str, Any]]) -> None:
+def test_odd_histories(history):
     page = Page(report.render({**FAILED, "history": history, "incidents": [{"event": "restart"}]}))
     finite = [row for row in history if row["loss"] is not None and math.isfinite(row["loss"])]
     assert page.tags.count("polyline") == bool(finite)

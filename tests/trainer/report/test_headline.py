@@ -75,7 +75,7 @@ BOUND = {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0
         ({"name": "authorization", "verdict": "done"}, "authorization: done"),
     ],
 )  # fmt: skip
-def test_a_run_is_one_sentence(facts: dict[str, Any], text: str) -> None:
+def test_a_run_is_one_sentence(facts, text):
     assert headline.headline({"name": "churn", **facts}) == text
 
 
@@ -90,14 +90,14 @@ _NUMBER = st.none() | st.floats() | st.integers() | st.sampled_from([1e-12, 1e12
     better=st.sampled_from(["higher", "lower", None]),
     name=st.text(),
 )
-def test_any_numbers_make_one_line(name: str, better: Any, **numbers: Any) -> None:
+def test_any_numbers_make_one_line(name, better, **numbers):
     metrics = {"metric": name, "better": better, **numbers}
     text = headline.headline({"name": name, "verdict": "blessed", "measured": metrics})
     assert "\n" not in text
     assert text.endswith(("; blessed", ": blessed"))
 
 
-def test_the_main_metric_is_taken_with_those_of_champion_and_constant() -> None:
+def test_the_main_metric_is_taken_with_those_of_champion_and_constant():
     evaluation = {
         "main_metric": "auc",
         "metrics": {"loss": 0.3, "auc": 0.9},
@@ -114,7 +114,7 @@ def test_the_main_metric_is_taken_with_those_of_champion_and_constant() -> None:
     assert headline.describe_metric({"metrics": {}}) == {}
 
 
-def evaluated(**more: Any) -> dict[str, Any]:
+def evaluated(**more):
     return {
         "main_metric": "accuracy", "metrics": {"accuracy": 0.97},
         "directions": {"accuracy": "higher"}, "intervals": {"accuracy": [0.9567, 0.9886]}, **more,
@@ -143,7 +143,7 @@ def evaluated(**more: Any) -> dict[str, Any]:
         ),
     ],
 )  # fmt: skip
-def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: str) -> None:
+def test_without_a_bound_one_is_proposed(evaluation, proposed):
     [note] = headline.make_notes(evaluation, [])
     assert note == (
         f"No bound is set: the gate blesses any model. Set one, such as {proposed}, which this "
@@ -152,7 +152,7 @@ def test_without_a_bound_one_is_proposed(evaluation: dict[str, Any], proposed: s
     assert not headline.make_notes(evaluation, [BOUND])
 
 
-def test_notes_say_what_no_rule_refuses() -> None:
+def test_notes_say_what_no_rule_refuses():
     evaluation = evaluated(
         constant={
             "paired": {"metric": "accuracy", "better": "higher", "bound": -0.01}, "champion": False,
@@ -272,11 +272,11 @@ WORSE_ERROR = {"metric": "mean_absolute_error", "own": 46.93, "other": 44.1}
         ),
     ],
 )  # fmt: skip
-def test_rules_are_sentences(rule: dict[str, Any], text: str) -> None:
+def test_rules_are_sentences(rule, text):
     assert headline.sentence(rule) == text
 
 
-def test_a_rule_says_what_the_examples_leave_open() -> None:
+def test_a_rule_says_what_the_examples_leave_open():
     text = headline.sentence({**RULE, "value": 0.97777}, {"accuracy": [0.9567, 0.9886]})
     assert text.startswith("Accuracy is 0.978, between 0.957 and 0.989 at 95 %; it must be")
 
@@ -295,9 +295,7 @@ _MORE: list[dict[str, Any]] = [
 
 
 @given(st.dictionaries(st.sampled_from(_NAMES), _ANY), st.sampled_from(_MORE), _FOUND)
-def test_whatever_a_rule_holds_it_is_a_sentence(
-    rule: dict[str, Any], more: dict[str, Any], found: dict[str, Any]
-) -> None:
+def test_whatever_a_rule_holds_it_is_a_sentence(rule, more, found):
     assert headline.sentence({**rule, **more, "found": found}).endswith(".")
     assert headline.because({**rule, **more, "found": found})
 
@@ -316,5 +314,5 @@ def test_whatever_a_rule_holds_it_is_a_sentence(
          "it may find fewer examples of the class a than the champion"),
     ],
 )  # fmt: skip
-def test_a_refusal_has_a_short_reason(rule: dict[str, Any], text: str) -> None:
+def test_a_refusal_has_a_short_reason(rule, text):
     assert headline.because(rule) == text

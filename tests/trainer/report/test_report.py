@@ -3,8 +3,6 @@
 import math
 import re
 import struct
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jinja2
@@ -17,7 +15,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.report import report
 from flotilla.trainer.report.report import environment, to_markdown
 from flotilla.trainer.runtime.errors import UserError
-from tests.trainer.browser import Browser, browser, found
+from tests.trainer.browser import browser, found
 from tests.trainer.page import Page
 from tests.trainer.report.test_views import CHAMPION, evaluation_of, pictures_of
 
@@ -48,7 +46,7 @@ FACTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
+def test_a_whole_run(tmp_path):
     path = tmp_path / "a new folder" / "repört.html"
     report.write(FACTS, path)
     page = Page(path.read_text(encoding="utf-8"))
@@ -65,7 +63,7 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "strategy: async_parameter_server" in page.text
 
 
-def test_the_verdict_comes_first_with_its_reasons() -> None:
+def test_the_verdict_comes_first_with_its_reasons():
     page = Page(report.render(FACTS))
     assert page.words[:6] == [
         "digits-20260102-ab12: refused",
@@ -77,7 +75,7 @@ def test_the_verdict_comes_first_with_its_reasons() -> None:
     ]
 
 
-def test_a_failed_run_shows_the_error_and_what_there_is() -> None:
+def test_a_failed_run_shows_the_error_and_what_there_is():
     error = "the loss is NaN at global step 12: lower training.optimizer.learning_rate"
     steps = [
         {"step": "prepare_data", "status": "done", "seconds": 1.0},
@@ -91,7 +89,7 @@ def test_a_failed_run_shows_the_error_and_what_there_is() -> None:
     assert ("class", "verdict failed") in page.attributes
 
 
-def test_the_head_says_it_in_one_sentence_with_notes() -> None:
+def test_the_head_says_it_in_one_sentence_with_notes():
     evaluation = {
         "main_metric": "auc", "metrics": {"loss": 0.3, "auc": 0.91},
         "directions": {"auc": "higher"}, "intervals": {"auc": [0.88, 0.94]},
@@ -140,7 +138,7 @@ def test_the_head_says_it_in_one_sentence_with_notes() -> None:
     assert "script" not in page.tags
 
 
-def test_what_the_preparation_notes_is_among_the_warnings() -> None:
+def test_what_the_preparation_notes_is_among_the_warnings():
     steps = [{"step": "prepare_data", "metrics": {"notes": ["'a' <b> is text"]}}]
     steps.append({"step": "check_gate", "metrics": {"decision": "blessed", "notes": ["no bound"]}})
     text = Page(report.render({"steps": steps})).text
@@ -148,13 +146,13 @@ def test_what_the_preparation_notes_is_among_the_warnings() -> None:
     assert "the data: no bound" not in text
 
 
-def test_nothing_is_known() -> None:
+def test_nothing_is_known():
     page = Page(report.render({}))
     assert page.text == "run: unknown\nUnknown\nrun: unknown"
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_any_part_may_be_missing_or_empty(name: str) -> None:
+def test_any_part_may_be_missing_or_empty(name):
     part = {
         "metrics": "Test metrics", "rules": "Rules of the gate", "history": "Training",
         "steps": "Steps and lineage", "incidents": "Incidents", "config": "Configuration",
@@ -168,7 +166,7 @@ def test_any_part_may_be_missing_or_empty(name: str) -> None:
             Page(report.render({**FACTS, "verdict": verdict, name: [{}]}))
 
 
-def test_all_is_escaped() -> None:
+def test_all_is_escaped():
     facts = {
         "run_id": EVIL,
         "verdict": EVIL,
@@ -189,7 +187,7 @@ def test_all_is_escaped() -> None:
     assert html.count("&lt;script&gt;") >= 12
 
 
-def test_it_needs_no_other_file() -> None:
+def test_it_needs_no_other_file():
     html = report.render(FACTS)
     page = Page(html)
     assert not [name for name, _ in page.attributes if name in ("src", "srcset", "action")]
@@ -203,7 +201,7 @@ def test_it_needs_no_other_file() -> None:
     assert not re.search(r"https?://", html)
 
 
-def test_it_is_made_for_light_and_dark() -> None:
+def test_it_is_made_for_light_and_dark():
     style = report.render({})
     assert "color-scheme: light dark" in style
     light, dark, paper = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
@@ -213,7 +211,7 @@ def test_it_is_made_for_light_and_dark() -> None:
     assert set(re.findall(r"var\((--\w+)\)", style)) == names[0]
 
 
-def test_the_history_is_drawn() -> None:
+def test_the_history_is_drawn():
     page = Page(report.render(FACTS))
     assert page.tags.count("svg") == 3
     assert page.tags.count("polyline") == 4
@@ -232,13 +230,13 @@ def test_the_history_is_drawn() -> None:
             assert re.fullmatch(r"[\d.]+,[\d.]+( [\d.]+,[\d.]+)*", value)
 
 
-def test_a_history_without_metrics_draws_nothing() -> None:
+def test_a_history_without_metrics_draws_nothing():
     page = Page(report.render({"history": [{"global_step": 1, "loss": math.nan}, {}]}))
     assert "svg" not in page.tags
     assert page.heads() == []
 
 
-def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
+def test_a_rule_whose_rounded_values_look_equal_is_still_clear():
     value = math.nextafter(0.95, 0)
     rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
     assert "Accuracy is 0.9499999999999998; it must be at least 0.95" in report.render(
@@ -246,24 +244,24 @@ def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
     )
 
 
-def test_an_incident_at_no_time() -> None:
+def test_an_incident_at_no_time():
     for time in (math.nan, 1e300, None, "today", True):
         page = Page(report.render({"incidents": [{"event": "restart", "time": time}]}))
         assert page.words[-3] == report.format_value(time)
 
 
-def test_earlier_tries_of_a_step_are_next_to_its_own_time() -> None:
+def test_earlier_tries_of_a_step_are_next_to_its_own_time():
     step = {"step": "train_model", "seconds": 3.5, "earlier_seconds": 40.0}
     for tries, displayed in ((1, "3.5 s"), (2, "3.5 s + 40 s in 1 earlier try")):
         assert displayed in Page(report.render({"steps": [{**step, "tries": tries}]})).words
 
 
-def test_what_is_known_of_a_failure_without_a_record_is_next_to_the_verdict() -> None:
+def test_what_is_known_of_a_failure_without_a_record_is_next_to_the_verdict():
     words = Page(report.render({"verdict": "failed", "error": "KFP says: <quota>"})).words
     assert words[2:4] == ["run: failed", "KFP says: <quota>"]
 
 
-def test_it_is_replaced(tmp_path: Path) -> None:
+def test_it_is_replaced(tmp_path):
     path = tmp_path / "report.html"
     report.write({}, path)
     report.write(FACTS, path)
@@ -271,18 +269,18 @@ def test_it_is_replaced(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path: Path) -> None:
+def test_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path):
     report.write({"run_id": "bad \udcff", "config": {"a": "\udcff"}}, tmp_path / "r.html")
     assert "bad \\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
 
-def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(UserError, match=r"cannot write .*a file where a folder is expected"):
         report.write(FACTS, tmp_path / "file" / "report.html")
 
 
-def test_numbers() -> None:
+def test_numbers():
     assert [report.format_value(empty) for empty in (None, "", {}, [])] == ["-"] * 4
     values = [0, 0.0, True, False, 1 / 3, math.nan, 1500000]
     texts = ["0", "0", "yes", "no", "0.333333", "nan", "1500000"]
@@ -324,13 +322,13 @@ _facts = st.fixed_dictionaries(
 @pytest.mark.slow
 @settings(deadline=None)
 @given(_facts)
-def test_whatever_the_facts_the_page_is_well_formed(facts: dict[str, Any]) -> None:
+def test_whatever_the_facts_the_page_is_well_formed(facts):
     page = Page(report.render(facts))
     assert page.tags[:2] == ["html", "head"]
     assert "script" not in page.tags
 
 
-def test_the_page_of_a_run_with_thousands_of_events_is_small() -> None:
+def test_the_page_of_a_run_with_thousands_of_events_is_small():
     incidents = [
         {"event": "restart", "task": "worker-0", "time": 1e9 + n, "last_lines": ["x" * 80]}
         for n in range(3000)
@@ -350,7 +348,7 @@ def test_the_page_of_a_run_with_thousands_of_events_is_small() -> None:
     assert Page(page).attributes.count(("class", "flag")) < 70
 
 
-def test_a_step_of_an_unchanged_run_may_lack_its_metrics() -> None:
+def test_a_step_of_an_unchanged_run_may_lack_its_metrics():
     assert "run: unchanged" in report.render({"verdict": "unchanged", "steps": [{}]})
 
 
@@ -360,7 +358,7 @@ SPACED = "a long name of a class with many words in it"
 
 
 @pytest.fixture(scope="module")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+def chromium(tmp_path_factory):
     command = found()
     if command is None:
         pytest.skip("no Chromium on this machine: the report was not looked at in a browser")
@@ -368,7 +366,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield opened
 
 
-def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
+def evaluated(folder, names):
     """Return the facts of an evaluation with worst examples and a champion."""
     generator, count = np.random.default_rng(0), max(400, 4 * len(names))
     labels = generator.integers(0, len(names), count)
@@ -383,7 +381,7 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_digits(folder: Path) -> dict[str, Any]:
+def of_digits(folder):
     """Return the facts of a typical blessed run with ten classes."""
     steps = [{**step, "began": 100.0 + at} for at, step in enumerate(FACTS["steps"])]
     return {
@@ -396,7 +394,7 @@ def of_digits(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_odd_names(folder: Path) -> dict[str, Any]:
+def of_odd_names(folder):
     """Return the facts of a refused run with unusual names and texts."""
     names = [EVIL, LONG, SPACED, "", "日本語のとても長いクラス名" * 4, "a\nb", "é", "</style>"]
     long = {"metric": LONG, "bound": "min", "threshold": 0.1, "value": 0.0, "passed": False}
@@ -410,17 +408,17 @@ def of_odd_names(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_many_classes(folder: Path) -> dict[str, Any]:
+def of_many_classes(folder):
     """Return the facts of a run with more classes than a table can show."""
     return {**FACTS, **evaluated(folder, [f"class number {n}" for n in range(150)])}
 
 
-def of_nothing(_folder: Path) -> dict[str, Any]:
+def of_nothing(_folder):
     return {}
 
 
 @pytest.fixture(scope="module", params=[of_digits, of_odd_names, of_many_classes, of_nothing])
-def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
     path = folder / "report.html"
     report.write(request.param(folder), path)
@@ -430,9 +428,7 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize(("width", "height"), WINDOWS)
-def test_it_fits_and_asks_for_nothing(
-    chromium: Browser, page: Path, width: int, height: int, scheme: str
-) -> None:
+def test_it_fits_and_asks_for_nothing(chromium, page, width, height, scheme):
     seen = chromium.look(page, width=width, height=height, scheme=scheme)
     assert seen.complaints == []
     assert seen.requests == []
@@ -448,25 +444,21 @@ def test_it_fits_and_asks_for_nothing(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "height"), WINDOWS)
-def test_nothing_of_a_usual_run_has_to_be_scrolled_sideways(
-    chromium: Browser, tmp_path: Path, width: int, height: int
-) -> None:
+def test_nothing_of_a_usual_run_has_to_be_scrolled_sideways(chromium, tmp_path, width, height):
     report.write(of_digits(tmp_path), tmp_path / "report.html")
     seen = chromium.look(tmp_path / "report.html", width=width, height=height, scheme="light")
     assert seen.scrolling == []
 
 
 @pytest.mark.slow
-def test_many_classes_make_no_large_page(tmp_path: Path) -> None:
+def test_many_classes_make_no_large_page(tmp_path):
     facts = of_many_classes(tmp_path)
     pictures = sum(map(len, facts["pictures"].values()))
     assert len(report.render(facts)) - pictures < 100_000
 
 
 @pytest.mark.slow
-def test_every_worst_example_is_a_picture_that_can_be_displayed(
-    chromium: Browser, tmp_path: Path
-) -> None:
+def test_every_worst_example_is_a_picture_that_can_be_displayed(chromium, tmp_path):
     report.write(of_digits(tmp_path), tmp_path / "report.html")
     chromium.look(tmp_path / "report.html", width=1280, height=900, scheme="light")
     sizes = chromium.evaluate("[...document.images].map(each => each.naturalWidth)")
@@ -474,7 +466,7 @@ def test_every_worst_example_is_a_picture_that_can_be_displayed(
 
 
 @pytest.mark.slow
-def test_one_chart_is_displayed_and_another_by_choice(chromium: Browser, tmp_path: Path) -> None:
+def test_one_chart_is_displayed_and_another_by_choice(chromium, tmp_path):
     report.write(FACTS, tmp_path / "report.html")
     chromium.look(tmp_path / "report.html", width=1280, height=900, scheme="light")
     displayed = "[...document.querySelectorAll('.chart')].filter(e => e.clientHeight)"
@@ -485,7 +477,7 @@ def test_one_chart_is_displayed_and_another_by_choice(chromium: Browser, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> None:
+def test_a_page_that_is_wrong_is_noticed(chromium, tmp_path):
     bad = tmp_path / "bad.html"
     bad.write_text(
         '<meta name="viewport" content="width=device-width">'
@@ -501,7 +493,7 @@ def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> N
     assert any("Error: no" in each for each in seen.complaints)
 
 
-def test_the_page_says_which_checkpoint_was_evaluated_and_why() -> None:
+def test_the_page_says_which_checkpoint_was_evaluated_and_why():
     why = "best by validation loss, because validations do not measure NDCG"
     metrics = {"global_step": 9, "handed_on_step": 4, "handed_on_as": why}
     history = [{"global_step": n, "loss": 1 / n, "validation_loss": n} for n in (4, 9)]
@@ -510,9 +502,7 @@ def test_the_page_says_which_checkpoint_was_evaluated_and_why() -> None:
     assert f"Evaluated: global step 4 of 9, {why}." in html
 
 
-def test_a_template_of_another_room_has_the_style_the_words_and_the_escaping(
-    tmp_path: Path,
-) -> None:
+def test_a_template_of_another_room_has_the_style_the_words_and_the_escaping(tmp_path):
     source = (
         '<style>{% include "style.css.j2" %}</style>{{ name | titled }} {{ 0.97777 | rounded }}'
     )
@@ -523,13 +513,13 @@ def test_a_template_of_another_room_has_the_style_the_words_and_the_escaping(
     assert html.endswith("</style>&lt;b&gt; AUC 0.9778")
 
 
-def test_a_name_that_is_not_known_is_an_error(tmp_path: Path) -> None:
+def test_a_name_that_is_not_known_is_an_error(tmp_path):
     (tmp_path / "mine.html.j2").write_text("{{ absent }}", encoding="utf-8")
     with pytest.raises(jinja2.UndefinedError, match="absent"):
         environment(tmp_path).get_template("mine.html.j2").render()
 
 
-def test_text_that_turns_the_direction_of_what_follows_is_made_harmless() -> None:
+def test_text_that_turns_the_direction_of_what_follows_is_made_harmless():
     page = environment().from_string("{{ name }} is 0.4").render(name="a\u202eb\u2066<i>")
     assert page == "a\\u202eb\\u2066&lt;i&gt; is 0.4"
 

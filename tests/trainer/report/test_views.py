@@ -3,8 +3,6 @@
 import base64
 import json
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,14 +38,14 @@ CHAMPION = {
 }  # fmt: skip
 
 
-def pictures_of(folder: Path) -> dict[str, str]:
+def pictures_of(folder):
     return {
         path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
         for path in folder.rglob("*.png")
     }
 
 
-def evaluation_of(folder: Path, names: Sequence[str], given: Any) -> tuple[dict[str, Any], Any]:
+def evaluation_of(folder, names, given):
     """Return `metrics.json` for images, labels and logits, and its curves."""
     images, labels, logits = given
     digit = FeatureSpec(
@@ -68,7 +66,7 @@ def evaluation_of(folder: Path, names: Sequence[str], given: Any) -> tuple[dict[
 
 
 @pytest.fixture(scope="module")
-def predicted() -> tuple[Any, Any]:
+def predicted():
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 3, 200)
     logits = generator.normal(size=(200, 3)).astype(np.float32)
@@ -77,7 +75,7 @@ def predicted() -> tuple[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def facts(predicted, tmp_path_factory):
     labels, logits = predicted
     folder = tmp_path_factory.mktemp("evaluation")
     images = np.zeros((200, 4, 4, 1), np.uint8)
@@ -94,7 +92,7 @@ def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) 
     }  # fmt: skip
 
 
-def test_the_page_shows_all_of_it(facts: dict[str, Any]) -> None:
+def test_the_page_shows_all_of_it(facts):
     page = Page(report.render(facts))
     for head in [
         "Test metrics", "Next to the champion", "Time line", "Confusion matrix", "Curves",
@@ -107,7 +105,7 @@ def test_the_page_shows_all_of_it(facts: dict[str, Any]) -> None:
     assert page.tags.count("img") == 25
 
 
-def test_every_picture_has_a_text_and_comes_with_the_page(facts: dict[str, Any]) -> None:
+def test_every_picture_has_a_text_and_comes_with_the_page(facts):
     html = report.render(facts)
     page = Page(html)
     sources = [value for name, value in page.attributes if name == "src"]
@@ -120,30 +118,30 @@ def test_every_picture_has_a_text_and_comes_with_the_page(facts: dict[str, Any])
     assert not re.search(r"https?://", html)
 
 
-def test_names_of_classes_are_escaped(facts: dict[str, Any]) -> None:
+def test_names_of_classes_are_escaped(facts):
     html = report.render(facts)
     assert EVIL not in html
     assert not [name for name, _ in Page(html).attributes if name.startswith("on")]
 
 
-def test_facts_are_plain_data(facts: dict[str, Any]) -> None:
+def test_facts_are_plain_data(facts):
     assert report.render(json.loads(json.dumps(facts))) == report.render(facts)
 
 
-def test_any_part_of_an_evaluation_may_be_missing(facts: dict[str, Any]) -> None:
+def test_any_part_of_an_evaluation_may_be_missing(facts):
     for part in ("champion", "calibration", "slices", "confusion_matrix", "worst", "intervals"):
         rest = {name: value for name, value in facts["evaluation"].items() if name != part}
         Page(report.render({**facts, "evaluation": rest}))
 
 
-def test_a_champion_that_cannot_be_asked(facts: dict[str, Any]) -> None:
+def test_a_champion_that_cannot_be_asked(facts):
     champion = {"uri": "file:///c", "incomparable": "it knows 9 classes"}
     evaluation = {**facts["evaluation"], "champion": champion}
     page = Page(report.render({**facts, "evaluation": evaluation}))
     assert "The champion cannot be compared: it knows 9 classes." in page.words
 
 
-def test_a_champion_by_a_metric_that_no_example_is_right_by(facts: dict[str, Any]) -> None:
+def test_a_champion_by_a_metric_that_no_example_is_right_by(facts):
     paired = {name: each for name, each in CHAMPION["paired"].items() if name != "pairs"}
     metrics = {"metric": "pinball", "difference": None, "method": "paired bootstrap-t"}
     champion = {**CHAMPION, "metrics": {}, "paired": {**paired, **metrics}}
@@ -154,14 +152,14 @@ def test_a_champion_by_a_metric_that_no_example_is_right_by(facts: dict[str, Any
     assert "Who is right" not in page.words
 
 
-def test_the_matrix_is_shaded_by_the_share_of_its_row() -> None:
+def test_the_matrix_is_shaded_by_the_share_of_its_row():
     found = views.matrix({"confusion_matrix": [[75, 25], [0, 0]]})
     assert [[cell.count for cell in row] for row in found] == [[75, 25], [0, 0]]
     assert [cell.right for cell in found[0]] == [True, False]
     assert found[0][0].shade > found[0][1].shade > found[1][0].shade == 0
 
 
-def test_many_classes_are_described_by_their_confusions() -> None:
+def test_many_classes_are_described_by_their_confusions():
     count = views.MOST_CLASSES + 1
     table = [[0] * count for _ in range(count)]
     table[3][5], table[5][3], table[4][4] = 2, 7, 9
@@ -175,7 +173,7 @@ def test_many_classes_are_described_by_their_confusions() -> None:
     assert "Most frequent confusions" in page.words
 
 
-def test_classes_of_each_output_come_under_its_name(facts: dict[str, Any]) -> None:
+def test_classes_of_each_output_come_under_its_name(facts):
     of_classes = {
         name: facts["evaluation"][name]
         for name in ("confusion_matrix", "labels", "per_class", "calibration")
@@ -189,7 +187,7 @@ def test_classes_of_each_output_come_under_its_name(facts: dict[str, Any]) -> No
     assert page.tags.count("svg") == alone.tags.count("svg")
 
 
-def test_the_time_line_in_percent_of_the_run() -> None:
+def test_the_time_line_in_percent_of_the_run():
     incidents = [{"event": "restart", "time": 125.0}, {"event": "attempt_begin"}]
     (prepared, trained), idle = views.time_line(STEPS, incidents)
     assert idle == 0
@@ -200,7 +198,7 @@ def test_the_time_line_in_percent_of_the_run() -> None:
     assert prepared.marks == ()
 
 
-def test_each_try_of_training_has_its_own_events() -> None:
+def test_each_try_of_training_has_its_own_events():
     tries = [{"step": "train_model", "seconds": 10.0, "began": each} for each in (100.0, 190.0)]
     events = [{"event": "checkpoint_published", "time": each} for each in (99.0, 105.0, 195.0)]
     (first, second), idle = views.time_line(tries, events)
@@ -210,23 +208,23 @@ def test_each_try_of_training_has_its_own_events() -> None:
     assert idle == 80, "a gap in which nothing ran is left out"
 
 
-def test_without_times_there_is_no_line() -> None:
+def test_without_times_there_is_no_line():
     nothing: list[list[dict[str, Any]]] = [[], [{"step": "x"}], [{"began": "x", "seconds": 1}]]
     assert [views.time_line(steps, []) for steps in nothing] == [([], 0.0)] * 3
 
 
-def test_steps_of_no_length_have_a_line() -> None:
+def test_steps_of_no_length_have_a_line():
     (bar,), _ = views.time_line([{"step": "x", "began": 5.0, "seconds": 0.0}], [])
     assert bar.width > 0
 
 
-def test_a_race_that_was_lost_is_the_reason() -> None:
+def test_a_race_that_was_lost_is_the_reason():
     registered = {"decision": "refused", "reasons": ["promotion 3 was made by run x"]}
     page = Page(report.render({"verdict": "refused", "registered": registered}))
     assert "promotion 3 was made by run x" in page.words
 
 
-def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) -> None:
+def test_every_class_has_its_metrics_the_weakest_first(facts):
     rows = views.weak_classes(facts["evaluation"])
     assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
     words = Page(report.render(facts)).words
@@ -242,7 +240,7 @@ def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) ->
     assert [NAMES.index(cells[0]), cells[1], cells[6]] == first
 
 
-def test_of_many_classes_the_weakest_have_their_metrics() -> None:
+def test_of_many_classes_the_weakest_have_their_metrics():
     each = {"precision": 0.5, "recall": 0.5, "auc": None, "average_precision": None, "support": 0}
     rows = [{"label": f"c{n}", "f1": n / 1000, **each} for n in range(1000)]
     evaluation = {"per_class": rows[::-1], "labels": [row["label"] for row in rows]}
@@ -272,7 +270,7 @@ REGRESSION = {
 }  # fmt: skip
 
 
-def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
+def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says():
     history = [
         {"global_step": step, "loss": 1.0, "validation_mean_absolute_error": 1 / (step + 1)}
         for step in range(3)
@@ -291,14 +289,14 @@ def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
     assert page.words[first + 1 : first + 4] == ["1.000", "Loss", "2.000"]
 
 
-def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None:
+def test_the_weakest_parts_have_the_worst_value_whatever_its_direction():
     rows = REGRESSION["slices"]["age"]
     assert [each["value"] for each in views.weakest(REGRESSION, rows)] == ["old", "young"]
     higher = {**REGRESSION, "directions": {"mean_absolute_error": "higher"}}
     assert [each["value"] for each in views.weakest(higher, rows)] == ["young", "old"]
 
 
-def test_the_worst_examples_are_first_those_that_are_wrong() -> None:
+def test_the_worst_examples_are_first_those_that_are_wrong():
     answers = [("no", "no", 3.0), ("yes", "no", 2.0), ("no", "yes", 1.0), ("yes", "yes", 0.5)]
     worst = [{"label": a, "predicted": b, "loss": c} for a, b, c in answers]
     words = Page(report.render({"evaluation": {"worst": worst}})).words
@@ -308,7 +306,7 @@ def test_the_worst_examples_are_first_those_that_are_wrong() -> None:
     assert words[first + 14 :] == ["no", "no", "3", "yes", "yes", "0.5"]
 
 
-def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> None:
+def test_worst_examples_without_a_picture_are_a_table_with_named_columns():
     row = {"index": 3, "loss": 2.0, "label": "no", "predicted": "yes", "inputs": "age 43, job x"}
     worst = [
         {**row, "columns": {"age": 43, "job": EVIL}},
@@ -325,7 +323,7 @@ def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> No
     assert "age 43, job x" in old.words
 
 
-def test_an_incident_is_flagged_between_the_checkpoints_around_it() -> None:
+def test_an_incident_is_flagged_between_the_checkpoints_around_it():
     saved = [{"time": 10.0, "global_step": 100}, {"time": 20.0, "global_step": 200}]
     incidents = [
         {"event": "restart", "time": 15.0, "task": "worker-1"},

@@ -1,7 +1,6 @@
 """Tests that numbers show only the digits that their interval supports, and names are readable."""
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -33,17 +32,17 @@ from flotilla.trainer.report import wording
         ("a text", None, "a text"),
     ],
 )
-def test_an_interval_decides_the_digits(value: Any, interval: Any, text: str) -> None:
+def test_an_interval_decides_the_digits(value, interval, text):
     assert wording.round_value(value, interval) == text
 
 
-def test_both_ends_of_an_interval_have_the_same_digits() -> None:
+def test_both_ends_of_an_interval_have_the_same_digits():
     assert wording.interval_text([0.9567691, 0.99]) == "0.957 to 0.990"
     assert wording.interval_text(None) == ""
 
 
 @given(st.floats(-1e9, 1e9), st.floats(-1e9, 1e9))
-def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: float) -> None:
+def test_a_reader_sees_which_of_two_numbers_is_larger(value, threshold):
     texts = wording.apart(value, threshold, interval=[value - 1, value + 1])
     left, right = map(float, texts)
     assert (left < right, left == right) == (value < threshold, value == threshold)
@@ -60,5 +59,5 @@ def test_a_reader_sees_which_of_two_numbers_is_larger(value: float, threshold: f
         ("accuracy@label=", "accuracy where label is (empty)"),
     ],
 )
-def test_metrics_are_spoken(name: str, text: str) -> None:
+def test_metrics_are_spoken(name, text):
     assert wording.spell_metric(name) == text
