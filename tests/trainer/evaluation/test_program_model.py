@@ -48,23 +48,11 @@ def keras_export(run):
     return lambda folder: programs.keras_softmax(run).export(folder, verbose=False)
 
 
-def numbered(run):
-    def write(folder):
-        programs.saved_softmax(run)(folder / "10")
-        # Add an older version, as in a folder for TensorFlow Serving.
-        (folder / "9").mkdir()
-        (folder / "9" / "saved_model.pb").write_bytes(b"")
-
-    return write
-
-
 MADE = {
-    "probabilities": (programs.saved_softmax, "saved_model", "probabilities"),
     "logits": (lambda run: programs.saved_softmax(run, activate=False), "saved_model", "logits"),
     "a .keras file": (keras_file, "keras", "probabilities"),
     "a model exported by Keras": (keras_export, "saved_model", "probabilities"),
     "TensorFlow 1 on servers": (programs.saved_by_tensorflow_1, "saved_model", "probabilities"),
-    "versions": (numbered, "saved_model", "probabilities"),
 }
 
 
@@ -248,30 +236,17 @@ def test_the_outputs_that_the_configuration_names_are_taken(run, tmp_path):
     assert storage.read_json(evaluation, "metrics.json")["program"]["outputs"] == {"": "logits"}
 
 
-@pytest.fixture(scope="module")
-def customers(tmp_path_factory):
-    root = tmp_path_factory.mktemp("customers")
+def test_two_classes_are_those_of_the_records(tmp_path):
     # The rarer class, "leaves", is the positive class, but class 0 in the records.
-    return TwoClasses.of(root, source(root, names=("stays", "leaves")))
-
-
-def leaving(calls):
-    return tf.sigmoid(tf.cast(calls, tf.float32) * 1.5 - 2)
-
-
-# The program uses the class numbers of the records, where 1 is "stays". The other forms of two
-# classes are in `test_outputs`.
-BINARY = {
-    "probability": lambda calls: {"score": 1 - leaving(calls)},
-    "two columns": lambda calls: {"p": tf.stack([leaving(calls), 1 - leaving(calls)], axis=1)},
-}
-
-
-@pytest.mark.parametrize("name", BINARY)
-def test_two_classes_are_those_of_the_records(customers, tmp_path, name):
+    customers = TwoClasses.of(tmp_path, source(tmp_path / "files", names=("stays", "leaves")))
     spec, _, _ = customers.built()
     assert spec.swapped == {"status"}, "the program and the task count the classes differently"
-    write = programs.save(BINARY[name], {"calls": tf.TensorSpec((None,))})
+
+    # The program uses the class numbers of the records, where 1 is "stays".
+    def staying(calls):
+        return {"score": 1 - tf.sigmoid(tf.cast(calls, tf.float32) * 1.5 - 2)}
+
+    write = programs.save(staying, {"calls": tf.TensorSpec((None,))})
     uri = programs.publish(tmp_path / "checkpoint", write)
     evaluation = storage.uri_of(tmp_path / "evaluation")
     evaluate(customers.config, customers.dataset, uri, evaluation, tmp_path)

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
+import textwrap
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+import yaml
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
+from flotilla.trainer.data.blocks import encode_blocks
+from flotilla.trainer.data.columns import make_columns, make_table
+from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.export.export import make_template
+from flotilla.trainer.export.formats import (
+    FORMATS,
+    call_model,
+)
+from flotilla.trainer.export.parity import (
+    SMOKE_EXAMPLES,
+)
+from flotilla.trainer.models import registry
+from flotilla.trainer.models.spec import InputSpec
+from flotilla.trainer.report.wording import interval_text, round_value
 from tests.trainer import small_run
+from tests.trainer.objectives import of_classes
 
 # Keras's `save` converts TensorFlow tensors in a way that NumPy 2 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
+ALL = ("saved_model", "keras", "tflite", "tflite_int8")
 SERVED = f"serving/digits/{small_run.GLOBAL_STEP}"
 
 
@@ -36,7 +54,8 @@ def blessed(run):
 @pytest.fixture(scope="module")
 def exported(run, blessed):
     output = storage.uri_of(run.root / "model")
-    result = small_run.export_as_in_production(run, blessed, output, run.root / "scratch")
+    every = small_run.with_formats(run, *ALL)
+    result = small_run.export_as_in_production(every, blessed, output, run.root / "scratch")
     return result, storage.local_path(output)
 
 
@@ -62,7 +81,7 @@ def test_the_manifest_says_what_the_model_is(run, blessed, exported):
     fields = storage.read_manifest(exported[0].uri).fields
     assert fields["name"] == run.config.name
     assert fields["global_step"] == small_run.GLOBAL_STEP
-    assert fields["formats"] == ["saved_model", "keras"]
+    assert fields["formats"] == list(ALL)
     assert fields["num_labels"] == 10
     assert (fields["task"], fields["main_metric"]) == ("classification", "accuracy")
     assert fields["outputs"] == [
@@ -76,19 +95,27 @@ def test_the_manifest_says_what_the_model_is(run, blessed, exported):
 
 
 def test_the_configuration_of_the_run_can_be_read_back(run, exported):
-    assert parse_config(json.loads((exported[1] / "config.json").read_text())) == run.config
+    config = small_run.with_formats(run, *ALL).config
+    assert parse_config(json.loads((exported[1] / "config.json").read_text())) == config
 
 
 def test_parity_was_measured_on_real_examples(exported):
     result, folder = exported
     assert json.loads((folder / "parity.json").read_text()) == result.parity
     assert result.parity["examples"] == small_run.TEST_EXAMPLES
-    assert set(result.parity["formats"]) == {"saved_model", "keras"}
-    for metrics in result.parity["formats"].values():
-        assert metrics["tolerance"] == 1e-5
-        assert 0 <= metrics["max_difference"] <= 1e-5
     assert result.parity["smoke"]["max_difference"] <= 1e-5
     assert result.parity["smoke"]["milliseconds"] > 0
+    formats = result.parity["formats"]
+    assert list(formats) == list(ALL)
+    for name, tolerance in zip(ALL, (1e-5, 1e-5, 1e-4), strict=False):
+        assert formats[name]["tolerance"] == tolerance
+        assert 0 <= formats[name]["max_difference"] <= tolerance
+    rounded = formats["tflite_int8"]
+    assert rounded["metric"] == "accuracy"
+    assert rounded["original"] - rounded["value"] == pytest.approx(rounded["lost"])
+    assert rounded["lost"] <= 0.0104
+    assert rounded["examples"] == small_run.TEST_EXAMPLES
+    assert rounded["max_difference"] > 1e-4, "it would not be rounded"
 
 
 def test_the_serving_signature_takes_the_feature_by_its_name(run, exported):
@@ -119,7 +146,8 @@ def test_nothing_is_printed(run, blessed, tmp_path, capfd):
 def test_a_second_time_is_a_no_op(run, blessed, exported, tmp_path):
     result, _ = exported
     before = storage.read_manifest(result.uri)
-    assert small_run.export_model(run, blessed, result.uri, tmp_path / "scratch") == result
+    every = small_run.with_formats(run, *ALL)
+    assert small_run.export_model(every, blessed, result.uri, tmp_path / "scratch") == result
     assert storage.read_manifest(result.uri) == before
 
 
@@ -190,3 +218,186 @@ def test_it_names_the_bundle_of_the_users_modules_where_there_is_one():
     uri = f"s3://team/flotilla/code/{'a' * 64}"
     assert training_of(Config(code=uri)).endswith(f"in the bundle `{uri}`.\n")
     assert "bundle" not in training_of(Config())
+
+
+def test_eight_bits_are_smaller(exported):
+    _, folder = exported
+    sizes = [(folder / FORMATS[name].path).stat().st_size for name in ("tflite", "tflite_int8")]
+    assert sizes[1] < sizes[0]
+
+
+def test_the_saved_model_takes_serialized_examples(run, exported):
+    loaded = tf.saved_model.load(exported[1] / f"serving/digits/{small_run.GLOBAL_STEP}")
+    batch = {"image": run.images[:4], "label": run.labels[:4]}
+    table = make_table(small_run.FEATURES, make_columns(small_run.FEATURES, batch))
+    records = tf.constant(list(encode_blocks(small_run.FEATURES, table, 1)))
+    answers = loaded.signatures[SERIALIZED](examples=records)
+    np.testing.assert_allclose(answers["logits"], run.logits[:4], rtol=1e-4, atol=1e-5)
+
+
+def test_the_request_holds_real_examples(run, exported):
+    request = json.loads((exported[1] / "request.json").read_text())
+    assert request["signature_name"] == "serving_default"
+    assert len(request["instances"]) == SMOKE_EXAMPLES
+    images = np.array([each["image"] for each in request["instances"]], np.uint8)
+    assert images.shape == (3, 8, 8, 1)
+    assert call_model(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
+
+
+def test_the_card_says_what_was_measured(run, exported):
+    card = (exported[1] / "model_card.md").read_text()
+    measured = json.loads(
+        storage.read_file(storage.uri_of(run.root / "evaluation"), "metrics.json")
+    )
+    interval = measured["intervals"]["accuracy"]
+    accuracy = round_value(measured["metrics"]["accuracy"], interval)
+    assert card.startswith("# digits\n")
+    for words in [
+        f"\ndigits: accuracy {accuracy}, constant ",
+        f"| accuracy | {accuracy} | {interval_text(interval)} | 0.",
+        "\nConstant: always ",
+        "| input | type | shape | column |\n|---|---|---|---|\n"
+        "| `image` | uint8 | (n, 8, 8, 1) | image |\n",
+        "| `logits` | float32 | (n, 10) |\n| `probabilities` | float32 | (n, 10) |\n\nClasses",
+        f"| test | {small_run.TEST_EXAMPLES} |",
+        "## The gate: blessed",
+        "| `tflite_int8` |",
+        "## What is not known",
+        "--model_base_path=$PWD/serving/digits",
+    ]:
+        assert words in card
+    assert card.count("### Where it is weakest, by label") == 1
+
+
+def test_a_service_for_kserve(exported):
+    result, folder = exported
+    service = yaml.safe_load((folder / "kserve.yaml").read_text())
+    assert service["kind"] == "InferenceService"
+    model = service["spec"]["predictor"]["model"]
+    assert model["modelFormat"] == {"name": "tensorflow"}
+    assert model["storageUri"] == f"{result.uri}/serving/digits"
+    versions = [path.name for path in (folder / "serving" / "digits").iterdir()]
+    assert versions == ["7"], "a number, and nothing next to it"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "altered",
+    [("keras", 1e-3), ("keras", float("nan")), ("saved_model", 1e-3), ("saved_model", -np.inf)],
+)
+def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, monkeypatch, altered):
+    form, change = altered
+
+    def write_other_weights(subject, path, calibration):
+        weights = subject.model.get_weights()
+        subject.model.set_weights([weights[0], weights[1] + change])
+        genuine.write(subject, path, calibration)
+        subject.model.set_weights(weights)
+
+    genuine = FORMATS[form]
+    replaced = dataclasses.replace(genuine, write=write_other_weights)
+    monkeypatch.setitem(FORMATS, form, replaced)
+    message = small_run.refused_export(run, blessed, tmp_path)
+    assert message.startswith(
+        f"nothing is exported: in the format {form}, the model's predictions for 97 test "
+        "examples differ by up to "
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
+def test_a_nan_is_found_wherever_it_is(run, blessed, tmp_path, monkeypatch, where):
+    reader, column = where
+
+    def read(subject, path):
+        readers = genuine.read(subject, path)
+
+        def undefined(inputs):
+            answers = dict(readers[0](inputs))
+            name = list(answers)[column]
+            return {**answers, name: answers[name] * np.nan}
+
+        return (readers[0],) * reader + (undefined,)
+
+    genuine = FORMATS["saved_model"]
+    monkeypatch.setitem(FORMATS, "saved_model", dataclasses.replace(genuine, read=read))
+    message = small_run.refused_export(run, blessed, tmp_path)
+    assert "97 test examples differ by up to nan" in message
+
+
+def test_a_form_that_cannot_be_written_is_named(run, blessed, tmp_path, monkeypatch):
+    def no_space(subject, path, calibration):  # noqa: ARG001
+        raise OSError(28, "No space left on device", str(path))
+
+    altered = dataclasses.replace(FORMATS["keras"], write=no_space)
+    monkeypatch.setitem(FORMATS, "keras", altered)
+    message = small_run.refused_export(run, blessed, tmp_path)
+    assert message.startswith("the model cannot be written as keras: OSError: ")
+    assert "No space left on device" in message
+
+
+OWN = """
+    import keras
+
+    class Own(keras.Model):
+        def __init__(self, layer):
+            super().__init__()
+            self.flatten = keras.layers.Flatten()
+            self.dense = layer
+
+        def call(self, x):
+            return self.dense(self.flatten(keras.ops.cast(x, "float32")))
+
+    def model(spec):
+        return Own(keras.layers.Dense(*spec.output_shape))
+"""
+
+
+@pytest.fixture
+def own_run(run, tmp_path, monkeypatch):
+    """Return a run whose model class Keras cannot load from a file, and its decision."""
+    (tmp_path / "own_exported.py").write_text(textwrap.dedent(OWN))
+    monkeypatch.syspath_prepend(tmp_path)
+    config = parse_config(
+        {"model": {"name": "own_exported:model"}, "export": {"formats": ["saved_model"]}}
+    )
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
+    model = registry.build(config.model, spec, 0)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    own = dataclasses.replace(run, config=config, checkpoint=checkpoint, model=model)
+    yield own, small_run.decide(own, tmp_path, accuracy=0.0)
+    sys.modules.pop("own_exported", None)
+
+
+@pytest.mark.slow
+def test_an_own_class_leaves_as_a_saved_model(own_run, tmp_path):
+    output = storage.uri_of(tmp_path / "model")
+    result = small_run.export_as_in_production(*own_run, output, tmp_path / "scratch")
+    assert result.parity["formats"]["saved_model"]["max_difference"] <= 1e-5
+
+
+def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
+    run, blessed = own_run
+    both = small_run.with_formats(run, "saved_model", "keras")
+    message = small_run.refused_export(both, blessed, tmp_path)
+    assert message.startswith("export.formats: the model cannot be saved as keras and loaded again")
+    assert message.endswith(", or leave keras out")
+
+
+@pytest.mark.slow
+def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
+    args = {"filters": [4], "hidden_units": [8], "dropout": 0.5}
+    config = parse_config({"model": {"name": "cnn", "args": args}})
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
+    model = registry.build(config.model, spec, 3)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    deep = dataclasses.replace(run, config=config, checkpoint=checkpoint)
+    decision = small_run.decide(deep, tmp_path, accuracy=0.0)
+    result = small_run.export_model(
+        deep, decision, storage.uri_of(tmp_path / "model"), tmp_path / "scratch"
+    )
+    signature = tf.saved_model.load(tmp_path / "model/serving/digits/7").signatures[SERVING]
+    expected = model(run.images, training=False).numpy()
+    answers = signature(image=tf.constant(run.images))["logits"].numpy()
+    np.testing.assert_allclose(answers, expected, rtol=1e-4, atol=1e-5)
+    assert len(result.parity["formats"]) == 2

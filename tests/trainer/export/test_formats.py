@@ -3,34 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
-import textwrap
 
 import keras
 import numpy as np
 import psutil
 import pytest
 import tensorflow as tf
-import yaml
 
 from flotilla.trainer import storage
-from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import ModelConfig
-from flotilla.trainer.data.blocks import encode_blocks
-from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.export.formats import (
     FORMATS,
     Subject,
-    call_model,
     convert_to_tflite,
     reader,
 )
 from flotilla.trainer.export.parity import (
-    SMOKE_EXAMPLES,
     Original,
     _environment,
     answer_in_process,
@@ -44,7 +35,6 @@ from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import kserve
-from flotilla.trainer.report.wording import interval_text, round_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.multi_output import MultiOutput, group_by_output
@@ -62,134 +52,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:Depreca
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return small_run.small_run(tmp_path_factory.mktemp("run"))
-
-
-@pytest.fixture(scope="module")
-def blessed(run):
-    return small_run.decide(run, run.root, accuracy=0.5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "altered",
-    [("keras", 1e-3), ("keras", float("nan")), ("saved_model", 1e-3), ("saved_model", -np.inf)],
-)
-def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, monkeypatch, altered):
-    form, change = altered
-
-    def write_other_weights(subject, path, calibration):
-        weights = subject.model.get_weights()
-        subject.model.set_weights([weights[0], weights[1] + change])
-        genuine.write(subject, path, calibration)
-        subject.model.set_weights(weights)
-
-    genuine = FORMATS[form]
-    replaced = dataclasses.replace(genuine, write=write_other_weights)
-    monkeypatch.setitem(FORMATS, form, replaced)
-    message = small_run.refused_export(run, blessed, tmp_path)
-    assert message.startswith(
-        f"nothing is exported: in the format {form}, the model's predictions for 97 test "
-        "examples differ by up to "
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
-def test_a_nan_is_found_wherever_it_is(run, blessed, tmp_path, monkeypatch, where):
-    reader, column = where
-
-    def read(subject, path):
-        readers = genuine.read(subject, path)
-
-        def undefined(inputs):
-            answers = dict(readers[0](inputs))
-            name = list(answers)[column]
-            return {**answers, name: answers[name] * np.nan}
-
-        return (readers[0],) * reader + (undefined,)
-
-    genuine = FORMATS["saved_model"]
-    monkeypatch.setitem(FORMATS, "saved_model", dataclasses.replace(genuine, read=read))
-    message = small_run.refused_export(run, blessed, tmp_path)
-    assert "97 test examples differ by up to nan" in message
-
-
-def test_a_form_that_cannot_be_written_is_named(run, blessed, tmp_path, monkeypatch):
-    def no_space(subject, path, calibration):  # noqa: ARG001
-        raise OSError(28, "No space left on device", str(path))
-
-    altered = dataclasses.replace(FORMATS["keras"], write=no_space)
-    monkeypatch.setitem(FORMATS, "keras", altered)
-    message = small_run.refused_export(run, blessed, tmp_path)
-    assert message.startswith("the model cannot be written as keras: OSError: ")
-    assert "No space left on device" in message
-
-
-OWN = """
-    import keras
-
-    class Own(keras.Model):
-        def __init__(self, layer):
-            super().__init__()
-            self.flatten = keras.layers.Flatten()
-            self.dense = layer
-
-        def call(self, x):
-            return self.dense(self.flatten(keras.ops.cast(x, "float32")))
-
-    def model(spec):
-        return Own(keras.layers.Dense(*spec.output_shape))
-"""
-
-
-@pytest.fixture
-def own_run(run, tmp_path, monkeypatch):
-    """Return a run whose model class Keras cannot load from a file, and its decision."""
-    (tmp_path / "own_exported.py").write_text(textwrap.dedent(OWN))
-    monkeypatch.syspath_prepend(tmp_path)
-    config = parse_config(
-        {"model": {"name": "own_exported:model"}, "export": {"formats": ["saved_model"]}}
-    )
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
-    model = registry.build(config.model, spec, 0)
-    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
-    own = dataclasses.replace(run, config=config, checkpoint=checkpoint, model=model)
-    yield own, small_run.decide(own, tmp_path, accuracy=0.0)
-    sys.modules.pop("own_exported", None)
-
-
-@pytest.mark.slow
-def test_an_own_class_leaves_as_a_saved_model(own_run, tmp_path):
-    output = storage.uri_of(tmp_path / "model")
-    result = small_run.export_as_in_production(*own_run, output, tmp_path / "scratch")
-    assert result.parity["formats"]["saved_model"]["max_difference"] <= 1e-5
-
-
-def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
-    run, blessed = own_run
-    both = small_run.with_formats(run, "saved_model", "keras")
-    message = small_run.refused_export(both, blessed, tmp_path)
-    assert message.startswith("export.formats: the model cannot be saved as keras and loaded again")
-    assert message.endswith(", or leave keras out")
-
-
-@pytest.mark.slow
-def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
-    args = {"filters": [4], "hidden_units": [8], "dropout": 0.5}
-    config = parse_config({"model": {"name": "cnn", "args": args}})
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
-    model = registry.build(config.model, spec, 3)
-    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
-    deep = dataclasses.replace(run, config=config, checkpoint=checkpoint)
-    decision = small_run.decide(deep, tmp_path, accuracy=0.0)
-    result = small_run.export_model(
-        deep, decision, storage.uri_of(tmp_path / "model"), tmp_path / "scratch"
-    )
-    signature = tf.saved_model.load(tmp_path / "model/serving/digits/7").signatures[SERVING]
-    expected = model(run.images, training=False).numpy()
-    answers = signature(image=tf.constant(run.images))["logits"].numpy()
-    np.testing.assert_allclose(answers, expected, rtol=1e-4, atol=1e-5)
-    assert len(result.parity["formats"]) == 2
 
 
 def test_names_of_features_fit_a_signature():
@@ -261,17 +123,6 @@ def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
             np.testing.assert_allclose(own[name]["prediction"], outputs[name][:, 0], rtol=1e-5)
 
 
-ALL = ("saved_model", "keras", "tflite", "tflite_int8")
-
-
-@pytest.fixture(scope="module")
-def exported(run, blessed):
-    output = storage.uri_of(run.root / "model")
-    every = small_run.with_formats(run, *ALL)
-    result = small_run.export_model(every, blessed, output, run.root / "scratch")
-    return result, storage.local_path(output)
-
-
 @pytest.fixture
 def subject(run):
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
@@ -286,35 +137,6 @@ def subject(run):
         batches=lambda: iter([batch]),
         calibration=inputs,
     )
-
-
-def test_every_form_kept_to_its_tolerance(exported):
-    formats = exported[0].parity["formats"]
-    assert list(formats) == list(ALL)
-    for name in ("saved_model", "keras"):
-        assert formats[name]["max_difference"] <= 1e-5
-    assert formats["tflite"]["max_difference"] <= 1e-4
-    rounded = formats["tflite_int8"]
-    assert rounded["metric"] == "accuracy"
-    assert rounded["original"] - rounded["value"] == pytest.approx(rounded["lost"])
-    assert rounded["lost"] <= 0.0104
-    assert rounded["examples"] == small_run.TEST_EXAMPLES
-    assert rounded["max_difference"] > 1e-4, "it would not be rounded"
-
-
-def test_eight_bits_are_smaller(exported):
-    _, folder = exported
-    sizes = [(folder / FORMATS[name].path).stat().st_size for name in ("tflite", "tflite_int8")]
-    assert sizes[1] < sizes[0]
-
-
-def test_the_saved_model_takes_serialized_examples(run, exported):
-    loaded = tf.saved_model.load(exported[1] / f"serving/digits/{small_run.GLOBAL_STEP}")
-    batch = {"image": run.images[:4], "label": run.labels[:4]}
-    table = make_table(small_run.FEATURES, make_columns(small_run.FEATURES, batch))
-    records = tf.constant(list(encode_blocks(small_run.FEATURES, table, 1)))
-    answers = loaded.signatures[SERIALIZED](examples=records)
-    np.testing.assert_allclose(answers["logits"], run.logits[:4], rtol=1e-4, atol=1e-5)
 
 
 def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, monkeypatch):
@@ -383,51 +205,6 @@ class TestSmoke:
         path = folder / "served" / "saved_model.pb"
         path.write_bytes(path.read_bytes()[:1000])
         assert "cannot serve the model" in self.failed(subject, folder)
-
-
-def test_the_request_holds_real_examples(run, exported):
-    request = json.loads((exported[1] / "request.json").read_text())
-    assert request["signature_name"] == "serving_default"
-    assert len(request["instances"]) == SMOKE_EXAMPLES
-    images = np.array([each["image"] for each in request["instances"]], np.uint8)
-    assert images.shape == (3, 8, 8, 1)
-    assert call_model(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
-
-
-def test_the_card_says_what_was_measured(run, exported):
-    card = (exported[1] / "model_card.md").read_text()
-    measured = json.loads(
-        storage.read_file(storage.uri_of(run.root / "evaluation"), "metrics.json")
-    )
-    interval = measured["intervals"]["accuracy"]
-    accuracy = round_value(measured["metrics"]["accuracy"], interval)
-    assert card.startswith("# digits\n")
-    for words in [
-        f"\ndigits: accuracy {accuracy}, constant ",
-        f"| accuracy | {accuracy} | {interval_text(interval)} | 0.",
-        "\nConstant: always ",
-        "| input | type | shape | column |\n|---|---|---|---|\n"
-        "| `image` | uint8 | (n, 8, 8, 1) | image |\n",
-        "| `logits` | float32 | (n, 10) |\n| `probabilities` | float32 | (n, 10) |\n\nClasses",
-        f"| test | {small_run.TEST_EXAMPLES} |",
-        "## The gate: blessed",
-        "| `tflite_int8` |",
-        "## What is not known",
-        "--model_base_path=$PWD/serving/digits",
-    ]:
-        assert words in card
-    assert card.count("### Where it is weakest, by label") == 1
-
-
-def test_a_service_for_kserve(exported):
-    result, folder = exported
-    service = yaml.safe_load((folder / "kserve.yaml").read_text())
-    assert service["kind"] == "InferenceService"
-    model = service["spec"]["predictor"]["model"]
-    assert model["modelFormat"] == {"name": "tensorflow"}
-    assert model["storageUri"] == f"{result.uri}/serving/digits"
-    versions = [path.name for path in (folder / "serving" / "digits").iterdir()]
-    assert versions == ["7"], "a number, and nothing next to it"
 
 
 @pytest.mark.parametrize(
