@@ -48,7 +48,7 @@ READERS = {
     "trainer/data/builders/datasets.py": "asks for one character, and reads no number",
     "trainer/data/files/formats/csv_layout.py": "names of columns of people",
     "trainer/data/files/text_values.py": "cells of people",
-    "trainer/tasks/task_loss.py": "checks that the digits are ASCII",
+    "trainer/tasks/registry.py": "checks that the digits are ASCII",
     "components/kubernetes/pods/shutdown.py": "a variable of this program's own",
     "pipelines/runs/run_log/kfp.py": "asks for one character, and reads no number",
     "pipelines/runs/run_log/text.py": "a time that was read before",

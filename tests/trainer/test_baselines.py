@@ -18,8 +18,8 @@ from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 RANDOM = np.random.default_rng(7)
 ROWS, TEST = 400, 120

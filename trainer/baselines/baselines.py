@@ -53,8 +53,8 @@ from flotilla.trainer.data.read import stage_shards
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.tasks.base import Floats, Task
+from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 #: Time limit for fitting all baselines and predicting with them, in seconds.
 SECONDS = 20.0

@@ -48,7 +48,7 @@ TASKS = {
     ),
     "multi_output": "flotilla.trainer.tasks.multi_output:MultiOutput",
     "ranking": "flotilla.trainer.tasks.ranking:Ranking",
-    "recommendation": "flotilla.trainer.tasks.retrieval.recommendation:Recommendation",
+    "recommendation": "flotilla.trainer.tasks.recommendation:Recommendation",
     "regression": "flotilla.trainer.tasks.regression:Regression",
     "sequence_labelling": "flotilla.trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "flotilla.trainer.tasks.sequences:SequenceToLabel",

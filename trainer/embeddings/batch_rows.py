@@ -22,7 +22,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.unique_rows import spread
+from flotilla.trainer.embeddings.sharded_embedding import spread
 
 # Stateful operations that return the same value at each call: vocabulary lookups, and reads of
 # variables that training does not change.
@@ -48,11 +48,6 @@ class Table:
     def dimension(self) -> int:
         """The length of a row."""
         return int(self.shards[0].shape[1])
-
-    @property
-    def rows(self) -> int:
-        """The number of rows."""
-        return sum(int(shard.shape[0]) for shard in self.shards)
 
 
 class Unforeseen(Exception):  # noqa: N818
@@ -83,13 +78,9 @@ class Lookups:
         `forward` runs the model and returns the tensors that it uses instead of variables. Raises
         `Unforeseen` if the ids depend on more than the batch.
         """
-        given = tf.nest.flatten(batch)
-        unique, places = list[tf.Tensor](), list[tf.Tensor]()
-        for ids in self._trace_ids(forward, batch)(*given):
-            one, place = tf.unique(ids)
-            unique.append(one)
-            places.append(place)
-        return unique, places
+        ids = self._trace_ids(forward, batch)(*tf.nest.flatten(batch))
+        unique, places = zip(*map(tf.unique, ids), strict=True)
+        return list(unique), list(places)
 
     @contextmanager
     def answer(self, rows: Sequence[tf.Tensor], places: Sequence[tf.Tensor]) -> Iterator[None]:
@@ -167,7 +158,7 @@ class Lookups:
             if isinstance(given, _NOT_DENSE):
                 raise Unforeseen("looks up ids of a ragged or sparse tensor")
             ids = tf.convert_to_tensor(given)
-            known = table.known(tf.reshape(ids, [-1]))
+            known = table.known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
             shape = tf.concat([tf.shape(ids), [table.dimension]], 0)
             rows = tf.reshape(self._answer(number, known), shape)
             rows.set_shape([*ids.shape, table.dimension])
@@ -176,40 +167,35 @@ class Lookups:
         return call
 
 
-def find_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model, or none if any layer must do its own lookup."""
-    tables = find_plain_tables(model)
-    return tables if len(tables) == sum(map(_is_table, model._flatten_layers())) else []
-
-
-def find_plain_tables(model: keras.Model) -> list[Table]:
-    """Return the tables of a built model whose rows only the optimizer changes."""
-    layers = model._flatten_layers()
-    if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
-        return []
-    found = [_make_table(each) for each in layers if _is_table(each)]
-    return [each for each in found if each is not None]
-
-
 def find_lookups(model: keras.Model) -> Lookups | None:
-    """Intercept and return a model's lookups, if any. Other code must not replace `call` later."""
-    tables = find_tables(model)
-    return Lookups(tables) if tables else None
+    """Intercept the lookups of a built model. Other code must not replace `call` later.
+
+    Return None if the model has no tables, or if any layer must do its own lookup.
+    """
+    layers = model._flatten_layers()
+    found = [_make_table(each) for each in layers if is_table(each)]
+    tables = [each for each in found if each is not None]
+    # A spectral normalization changes rows outside of the optimizer.
+    if any(isinstance(each, keras.layers.SpectralNormalization) for each in layers):
+        return None
+    return Lookups(tables) if tables and len(tables) == len(found) else None
 
 
-def _is_table(layer: Any) -> bool:
+def is_table(layer: Any) -> bool:
+    """Return whether a layer looks up rows of its variables."""
     return isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
 
 
 def _make_table(layer: Any) -> Table | None:
-    """Return the table of a layer, or None if the layer needs its own lookup."""
     if getattr(layer, "grows", False):
         return None
     known: Callable[[Any], Any] | None
     if type(layer) is keras.layers.Embedding:
         if not layer.built or layer.lora_enabled or layer.quantization_mode:
             return None
-        shards, known = (layer._embeddings,), _resolve_negative(layer.input_dim)
+        rows = layer.input_dim
+        # As in Keras, count a negative id from the end.
+        shards, known = (layer._embeddings,), lambda ids: tf.where(ids < 0, ids + rows, ids)
     else:
         # A layer with these attributes looks up rows as described for `Table`, unless a subclass
         # overrides `call`.
@@ -221,16 +207,7 @@ def _make_table(layer: Any) -> Table | None:
         return None
     if any(not each.trainable or each.regularizer or each.constraint for each in shards):
         return None
-    return Table(layer=layer, shards=shards, known=_whole(known))
-
-
-def _resolve_negative(rows: int) -> Callable[[tf.Tensor], tf.Tensor]:
-    # As in Keras, count a negative id from the end.
-    return lambda ids: tf.where(ids < 0, ids + rows, ids)
-
-
-def _whole(known: Callable[[tf.Tensor], tf.Tensor]) -> Callable[[Any], tf.Tensor]:
-    return lambda ids: known(tf.cast(ids, tf.int64))
+    return Table(layer=layer, shards=shards, known=known)
 
 
 def _find_dependencies(ends: Sequence[tf.Tensor]) -> set[Any]:

@@ -32,13 +32,10 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.config.model import MIN_AGE, require_sizes
-from flotilla.trainer.embeddings import table_shard
-from flotilla.trainer.embeddings.count_min_sketch import hash_keys, size_sketch
-from flotilla.trainer.embeddings.fingerprints import FINGERPRINTS, strip_spaces
-from flotilla.trainer.embeddings.sharded_embedding import make_embedding
-from flotilla.trainer.embeddings.shared_branch import SharedBranch
-from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard
-from flotilla.trainer.embeddings.unique_rows import spread
+from flotilla.trainer.embeddings import hashes, table_shard
+from flotilla.trainer.embeddings.hashes import FINGERPRINTS, hash_keys, strip_spaces
+from flotilla.trainer.embeddings.sharded_embedding import make_embedding, spread
+from flotilla.trainer.embeddings.table_shard import Asked, Noted, Rules, Shard, SharedBranch
 from flotilla.trainer.runtime.errors import ConfigError
 
 KEYS = ("int64", "string")
@@ -149,13 +146,14 @@ class EmbeddingTable(keras.layers.Layer):
             autocast=False,
         )
         has_filter, is_text = self.min_count > 1, self.keys == "string"
+        cells = (max(hashes.FEWEST_BLOCKS, size), hashes.CELLS)
         return Noted(
             rows=rows,
             ids=note("ids", (size + 1,), "zeros"),
             used=note("used", (size + 1,), "minus_one"),
             tally=note("tally", (table_shard.COUNTS,), "zeros"),
             checks=note("checks", (size + 1,), "zeros") if is_text else None,
-            seen=note("sieve", size_sketch(size), "zeros", "uint8") if has_filter else None,
+            seen=note("sieve", cells, "zeros", "uint8") if has_filter else None,
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
@@ -221,9 +219,8 @@ class EmbeddingTable(keras.layers.Layer):
             )
             return tf.gather(rows.value, slots)
 
-    def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:
+    def compute_output_spec(self, ids: Any, training: bool | None = None) -> keras.KerasTensor:  # noqa: ARG002
         """Return the dtype and shape of the rows."""
-        del training
         self._require_type(ids.dtype)
         return keras.KerasTensor((*ids.shape, self.dimension), self.compute_dtype)
 

@@ -30,6 +30,7 @@ import tensorflow as tf
 from keras.src.backend.common.variables import AutocastScope
 
 from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings.batch_rows import is_table
 
 log = logging.getLogger(__name__)
 
@@ -100,7 +101,7 @@ def _tables(model: keras.Model) -> list[keras.Variable]:
     return [
         variable
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
+        if is_table(layer)
         for variable in layer._trainable_variables
     ]
 
@@ -171,32 +172,33 @@ class _Rows(ABC):
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
-        return [learning_rate]
+    def rate(self, learning_rate: tf.Tensor) -> tf.Tensor:
+        return learning_rate
 
     @abstractmethod
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
-        """Update the rows that the gradient refers to. The gradient has no duplicate indices."""
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
+        """Update the rows `ids` by the gradient `values`. The ids have no duplicates."""
 
     def update(self, touched: Sequence[tuple[Any, Any]], learning_rate: Any) -> None:
         """Update the rows of all tables, with or without a replica context."""
+        weight_decay = self.optimizer.weight_decay or 0.0
+
+        def rates_of(dtype: tf.DType) -> tf.Tensor:
+            base = tf.cast(learning_rate, dtype)
+            return tf.stack([base * tf.cast(weight_decay, dtype), self.rate(base)])
+
         with tf.device(self.optimizer.iterations.value.device):
-            rates = {
-                dtype: tf.stack(self._rates(tf.cast(learning_rate, dtype)))
-                for dtype in {_precision(variable) for _, variable in touched}
-            }
+            rates = {dtype: rates_of(dtype) for dtype in {_precision(v) for _, v in touched}}
 
         def one(variable: Any, gradient: Any, rates: tf.Tensor) -> None:
             with tf.device(variable.device):
-                decay, *own = tf.unstack(tf.cast(rates, variable.dtype))
+                decay, rate = tf.unstack(tf.cast(rates, variable.dtype))
                 values = tf.cast(gradient.values, variable.dtype)
-                if self.optimizer.weight_decay and self.optimizer._use_weight_decay(variable):
+                if weight_decay and self.optimizer._use_weight_decay(variable):
                     tf.raw_ops.ResourceScatterMul(
                         resource=variable.handle, indices=gradient.indices, updates=1 - decay
                     )
-                self.move(variable, tf.IndexedSlices(values, gradient.indices), own)
+                self.move(variable, gradient.indices, values, rate)
 
         def every(distribution: Any, pairs: Any, rates: Any) -> None:
             for gradient, variable in pairs:
@@ -211,27 +213,21 @@ class _Rows(ABC):
         index = self.optimizer._get_variable_index(variable)
         return getattr(self.optimizer, name)[index].value.handle
 
-    def _rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
-        decay = self.optimizer.weight_decay or 0.0
-        return [learning_rate * tf.cast(decay, learning_rate.dtype), *self.rates(learning_rate)]
-
 
 class _Adam(_Rows):
     """Adam (Kingma and Ba 2015, end of section 2), as in Keras. TensorFlow has no sparse kernel."""
 
-    def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+    def rate(self, learning_rate: tf.Tensor) -> tf.Tensor:
         dtype = learning_rate.dtype
         step = tf.cast(self.optimizer.iterations.value + 1, dtype)
         power_1, power_2 = (
             tf.pow(tf.cast(beta, dtype), step)
             for beta in (self.optimizer.beta_1, self.optimizer.beta_2)
         )
-        return [learning_rate * tf.sqrt(1 - power_2) / (1 - power_1)]
+        return learning_rate * tf.sqrt(1 - power_2) / (1 - power_1)
 
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
-        optimizer, values, ids = self.optimizer, gradient.values, gradient.indices
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
+        optimizer = self.optimizer
         first, second = (self.slot(name, variable) for name in ("_momentums", "_velocities"))
         m, v = _gather(first, ids, variable), _gather(second, ids, variable)
         m += (values - m) * (1 - optimizer.beta_1)
@@ -242,36 +238,31 @@ class _Adam(_Rows):
             third = self.slot("_velocity_hats", variable)
             v = tf.maximum(_gather(third, ids, variable), v)
             _assign(third, ids, v)
-        _subtract(variable.handle, ids, m * rates[0] / (tf.sqrt(v) + optimizer.epsilon))
+        _subtract(variable.handle, ids, m * rate / (tf.sqrt(v) + optimizer.epsilon))
 
 
 class _Adagrad(_Rows):
     """Adagrad as in Keras, with epsilon under the root. TensorFlow's kernel adds it to the root."""
 
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
-        values, ids = gradient.values, gradient.indices
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
         sums = self.slot("_accumulators", variable)
         # Add, so that concurrent updates by other workers are kept.
         tf.raw_ops.ResourceScatterAdd(resource=sums, indices=ids, updates=tf.square(values))
         root = tf.sqrt(_gather(sums, ids, variable) + self.optimizer.epsilon)
-        _subtract(variable.handle, ids, values * rates[0] / root)
+        _subtract(variable.handle, ids, values * rate / root)
 
 
 class _Ftrl(_Rows):
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
         optimizer, dtype = self.optimizer, variable.dtype
-        l2 = optimizer.l2_regularization_strength + optimizer.beta / (2 * rates[0])
+        l2 = optimizer.l2_regularization_strength + optimizer.beta / (2 * rate)
         tf.raw_ops.ResourceSparseApplyFtrlV2(
             var=variable.handle,
             accum=self.slot("_accumulators", variable),
             linear=self.slot("_linears", variable),
-            grad=gradient.values,
-            indices=gradient.indices,
-            lr=rates[0],
+            grad=values,
+            indices=ids,
+            lr=rate,
             l1=tf.cast(optimizer.l1_regularization_strength, dtype),
             l2=tf.cast(l2, dtype),
             l2_shrinkage=tf.cast(optimizer.l2_shrinkage_regularization_strength, dtype),
@@ -281,22 +272,18 @@ class _Ftrl(_Rows):
 
 
 class _Descent(_Rows):
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
-        _subtract(variable.handle, gradient.indices, gradient.values * rates[0])
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
+        _subtract(variable.handle, ids, values * rate)
 
 
 class _Momentum(_Rows):
-    def move(
-        self, variable: tf.Variable, gradient: tf.IndexedSlices, rates: list[tf.Tensor]
-    ) -> None:
+    def move(self, variable: Any, ids: tf.Tensor, values: tf.Tensor, rate: tf.Tensor) -> None:
         tf.raw_ops.ResourceSparseApplyKerasMomentum(
             var=variable.handle,
             accum=self.slot("momentums", variable),
-            lr=rates[0],
-            grad=gradient.values,
-            indices=gradient.indices,
+            lr=rate,
+            grad=values,
+            indices=ids,
             momentum=tf.cast(self.optimizer.momentum, variable.dtype),
             use_nesterov=self.optimizer.nesterov,
             use_locking=True,

@@ -26,8 +26,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.unique_rows import spread
-
 UNKNOWN = ("error", "wrap")
 
 
@@ -169,3 +167,13 @@ def make_embedding(layer: keras.layers.Layer, rows: Any) -> keras.layers.Embeddi
     found.build()
     found.set_weights([rows])
     return found
+
+
+@tf.custom_gradient
+def spread(rows: tf.Tensor, places: tf.Tensor) -> Any:
+    """Return `rows[places]`. The gradient of a row is the sum over all of its positions."""
+
+    def gradient(given: tf.Tensor) -> tuple[tf.Tensor, None]:
+        return tf.math.unsorted_segment_sum(given, places, tf.shape(rows)[0]), None
+
+    return tf.gather(rows, places), gradient

@@ -21,8 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.count_min_sketch import CELLS, CountMinSketch
-from flotilla.trainer.embeddings.shared_branch import SharedBranch
+from flotilla.trainer.embeddings.hashes import CELLS, CountMinSketch
 
 # Indices into `Noted.tally`: lookups in training, assigned rows, evicted rows, ids that got no row,
 # ids in the sketch, and the step of the last search by age.
@@ -295,12 +294,7 @@ class Shard:
             return tf.identity(count)
 
     def _give(
-        self,
-        keys: tf.Tensor,
-        checks: tf.Tensor,
-        places: tf.Tensor,
-        now: tf.Tensor,
-        rows: tf.Tensor,
+        self, keys: tf.Tensor, checks: tf.Tensor, places: tf.Tensor, now: tf.Tensor, rows: tf.Tensor
     ) -> None:
         """Assign free slots to ids, with new rows and new optimizer slots."""
         count = tf.size(places, tf.int64)
@@ -408,3 +402,78 @@ def _replace(variable: keras.Variable, value: np.ndarray[Any, Any]) -> None:
     """Change the size of a Keras variable. Keras has no method for this."""
     variable._value = tf.Variable(value, trainable=variable.trainable, name=variable.name)
     variable._shape = value.shape
+
+
+class SharedBranch:
+    """A rare branch that is traced once for all shards, which differ only in their resources.
+
+    `tf.cond` would trace the branch for each shard and add all of its operations to the graph of a
+    step. Tracing a table would take the chief longer than tracing the rest of a model, and each
+    worker would prepare operations that are rarely needed. Here, the branch is a function of a
+    shard's resources, and a single operation of the graph calls it when needed.
+    """
+
+    def __init__(self) -> None:
+        """Create the branch, which is traced at its first use."""
+        # Both branches, and the order in which they take their resources.
+        self._traced: dict[object, tuple[Any, Any, list[int]]] = {}
+
+    def run(  # noqa: PLR0913, PLR0917
+        self,
+        is_needed: tf.Tensor,
+        work: Callable[..., tf.Tensor],
+        given: Sequence[tf.Tensor],
+        resources: Sequence[tf.Tensor],
+        device: str,
+        kind: Hashable = None,
+    ) -> tf.Tensor:
+        """Return `work(*given)` if `is_needed` is true. Otherwise, return the first of `given`.
+
+        Outside of a graph, for example in a debugger, `work` runs as Python code.
+
+        Args:
+            is_needed: a bool scalar.
+            work: a function from `given` to a tensor like the first of them. It may use only
+                `resources`.
+            given: tensors.
+            resources: handles, in the same order for all shards. A different number of them needs
+                another branch.
+            device: the device of all resources.
+            kind: everything else that `work` depends on. A different kind needs another branch.
+        """
+        if tf.executing_eagerly():
+            return work(*given) if is_needed else given[0]
+        signature = [tf.TensorSpec(each.shape, each.dtype) for each in given]
+        key = (kind, tuple(signature), len(resources))
+        if key not in self._traced:
+            self._traced[key] = _trace(work, signature, resources)
+        taken, passed, order = self._traced[key]
+        (found,) = tf.raw_ops.If(
+            cond=is_needed,
+            input=[*given, *(resources[number] for number in order)],
+            Tout=[given[0].dtype],
+            then_branch=taken,
+            else_branch=passed,
+        )
+        if tf.DeviceSpec.from_string(device).device_type != "CPU":
+            # Inline the branches: a hash table is on the CPU, but a variable may be on a GPU, so no
+            # device fits the whole operation.
+            found.op._set_attr("_lower_using_switch_merge", tf.compat.v1.AttrValue(b=True))
+        found.set_shape(given[0].shape)
+        return found
+
+
+def _trace(
+    work: Callable[..., tf.Tensor],
+    signature: Sequence[tf.TensorSpec],
+    resources: Sequence[tf.Tensor],
+) -> tuple[Any, Any, list[int]]:
+    numbers = {id(each): number for number, each in enumerate(resources)}
+    with tf.device(None):
+        taken = tf.function(work, autograph=False).get_concrete_function(*signature)
+        order = [numbers[id(each)] for each in taken.captured_inputs]
+        handles = [tf.TensorSpec([], tf.resource)] * len(order)
+        passed = tf.function(
+            lambda *every: tf.identity(every[0]), autograph=False
+        ).get_concrete_function(*signature, *handles)
+    return taken, passed, order

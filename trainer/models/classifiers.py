@@ -86,8 +86,7 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
     return keras.Model(given, outputs(spec, x, kernel_initializer=weights), name="softmax")
 
 
-FLAT_IMAGE = 2
-DEEP_IMAGE = 3
+FLAT_IMAGE, DEEP_IMAGE = 2, 3
 # Limits of the augmentation: the rotation (10 degrees) as a fraction of a full turn, and the zoom
 # and the translation as fractions of the image's size.
 TURN, ZOOM, MOVE = 10 / 360, 0.1, 0.1

@@ -23,9 +23,8 @@ from keras.src.utils.naming import reset_uids
 from flotilla.trainer.config.model import MODELS, ModelConfig
 from flotilla.trainer.features.names import layer_name
 from flotilla.trainer.models.keras_file import inputs_by_feature
-from flotilla.trainer.models.normalization import Normalization
+from flotilla.trainer.models.preprocessing import Normalization, Vocabulary, Words
 from flotilla.trainer.models.spec import InputSpec
-from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError, describe_out_of_memory, nearest
 

@@ -16,10 +16,8 @@ from typing import Any
 
 import keras
 
-from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.features.names import length_name
 from flotilla.trainer.models.spec import InputSpec, layer_name, share, size
-from flotilla.trainer.models.tabular import PIECES, KnownPlaces, Places, network
+from flotilla.trainer.models.tabular import PIECES, Places, embedding, network
 from flotilla.trainer.runtime.errors import ConfigError
 
 # Rank of a sequence of vectors (length and size), and kernel size of a convolution.
@@ -101,24 +99,22 @@ def _pooled(  # noqa: PLR0913
 def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[Any], Any]:
     """Return the channels of a sequence [n, length, ...], and the mask of valid positions."""
     spec, ops, shape = places.spec, keras.ops, tuple(x.shape[1:])
-    length = places.given.get(length_name(name))
     if x.dtype == "string":
         if len(shape) != 1:
             raise ConfigError(f"{name!r} must be a list of strings, but has the shape {shape}")
         layer = spec.vocabulary(name, least=_LEAST, padding=True)
         numbers = layer(x)
         # Padding is the empty string, which has the number 1.
-        return [_rows(name, numbers, layer.size, dimension)], _known(
-            name, ops.where(ops.equal(numbers, 1), 0, numbers + 1), length
-        )
+        known = places.known(name, ops.where(ops.equal(numbers, 1), 0, numbers + 1))
+        return [embedding(name, layer.size, dimension)(numbers)], known
     if len(shape) > _VECTORS:
         raise ConfigError(f"{name!r} must be a sequence of numbers or vectors, not {shape}")
-    known = _known(name, x, length)
+    known = places.known(name, x)
     found = []
     statistics, whole = spec.statistics(name), "int" in x.dtype
     if whole and (statistics.least or 0) >= 0 and len(shape) == 1:
         rows = min(int(statistics.most or 1) + 2, _MOST_IDS)
-        found.append(_rows(name, x, rows, dimension))
+        found.append(embedding(name, rows, dimension)(x))
     x = spec.normalization(name)(x)
     x = ops.expand_dims(x, -1) if len(shape) == 1 else x
     missing = ops.isnan(x)
@@ -128,14 +124,3 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
     if statistics.missing:
         found.append(ops.cast(missing, x.dtype))
     return found, known
-
-
-def _known(name: str, x: Any, length: Any) -> Any:
-    given = [x] if length is None else [x, length]
-    return KnownPlaces(name=layer_name(name, "places"))(given)
-
-
-def _rows(name: str, numbers: Any, rows: int, dimension: int) -> Any:
-    return ShardedEmbedding(
-        rows, dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
-    )(numbers)

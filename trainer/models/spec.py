@@ -24,8 +24,7 @@ from flotilla.trainer.features.statistics.statistics import (
     Learnt,
 )
 from flotilla.trainer.features.statistics.word_patterns import is_letter
-from flotilla.trainer.models.normalization import Normalization
-from flotilla.trainer.models.vocabulary import Vocabulary, Words
+from flotilla.trainer.models.preprocessing import Normalization, Vocabulary, Words
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
 

@@ -5,13 +5,22 @@ layer for each number maps the encoding to several units (piecewise linear encod
 al. 2022, "On Embeddings for Numerical Features in Tabular Deep Learning"). As in a decision tree,
 the effect of a number need not be monotonic, and outliers have a limited effect. Missing numbers
 are marked. Classes and repeated strings have embedding rows. Other strings are bags of words
-(`models/text.py`), which also bypass the hidden layers. A sequence of numbers passes through
+(`text_features`), which also bypass the hidden layers. A sequence of numbers passes through
 convolutions, with mean and maximum pooling over its positions. Padding is ignored.
+
+A text is converted to a vector: a weighted bag of its words and word pairs. Each word and each pair
+of consecutive words in the training vocabulary has an embedding row. A text is the sum of its rows,
+weighted by rarity and normalized to a fixed length (tf-idf: Salton and Buckley 1988; bags of pairs:
+Wang and Manning 2012, Joulin et al. 2016). Repeated terms count once. Training drops terms at
+random, which for a linear model acts like an adaptive L2 penalty (Wager, Wang, Liang 2013). The bag
+is passed to the outputs directly and through hidden layers (Cheng et al. 2016, "Wide & Deep
+Learning").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import keras
@@ -19,11 +28,10 @@ import numpy as np
 
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.names import length_name
-from flotilla.trainer.features.statistics.statistics import NUMBER, are_repeated
+from flotilla.trainer.features.statistics.statistics import NUMBER, FeatureStatistics, are_repeated
 from flotilla.trainer.models.classifiers import hidden, outputs
-from flotilla.trainer.models.normalization import Normalization
+from flotilla.trainer.models.preprocessing import Normalization
 from flotilla.trainer.models.spec import InputSpec, layer_name, size
-from flotilla.trainer.models.text import text_features
 from flotilla.trainer.runtime.errors import ConfigError
 
 # Rank of a sequence of vectors (length and size), number of convolution layers, and kernel size.
@@ -149,25 +157,17 @@ class KnownPlaces(keras.layers.Layer):
         return keras.KerasTensor((*given[0].shape[:2], 1), self.compute_dtype)
 
 
+@dataclass(frozen=True)
 class Places:
-    """Encodes each input as arrays [n, units]."""
+    """Encodes each input of a model, keyed by name, as arrays [n, units]."""
 
-    def __init__(
-        self,
-        spec: InputSpec,
-        given: Mapping[str, Any],
-        dimension: int,
-        words: int,
-        of_sequence: OfSequence | None,
-    ) -> None:
-        """Store the inputs of a model, keyed by name."""
-        self.spec = spec
-        self.given = given
-        self._dimension = dimension
-        self._words = words
-        self._of_sequence = of_sequence
-        #: Bags of words that are also passed directly to the outputs.
-        self.bags: list[Any] = []
+    spec: InputSpec
+    given: Mapping[str, Any]
+    _dimension: int
+    _words: int
+    _of_sequence: OfSequence | None
+    #: Bags of words that are also passed directly to the outputs.
+    bags: list[Any] = field(default_factory=list)
 
     def of(self, name: str, x: Any) -> list[Any]:
         """Return the encoding of an input for the first layer."""
@@ -179,16 +179,21 @@ class Places:
         if x.dtype == "string":
             return self._text(name, x, shape)
         if name in self.spec.classes and not shape:
-            return [self._rows(name, x, self.spec.classes[name])]
+            return [embedding(name, self.spec.classes[name], self._dimension)(x)]
         return self._numbers(name, x, shape)
+
+    def known(self, name: str, x: Any) -> Any:
+        """Return the mask [n, length, 1] of the valid positions of the sequence `x` of an input."""
+        length = self.given.get(length_name(name))
+        return KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])
 
     def numbers(self) -> list[str]:
         """Return the names of inputs that are single numbers."""
-        plain = [name for name in self.given if name not in self.spec.classes]
-        return [name for name in plain if self._is_number(self.given[name])]
-
-    def _is_number(self, x: Any) -> bool:
-        return x.dtype != "string" and not x.shape[1:]
+        return [
+            name
+            for name, x in self.given.items()
+            if name not in self.spec.classes and x.dtype != "string" and not x.shape[1:]
+        ]
 
     def pieces(self, names: Sequence[str], most: int) -> list[Any]:
         """Encode numbers piecewise, and return their units and the mask of missing numbers."""
@@ -215,10 +220,8 @@ class Places:
             name="flotilla_pieces",
         )(x)  # fmt: skip
         found = [keras.layers.Flatten(name="flotilla_numbers")(x)]
-        gaps = [at for at, name in enumerate(names) if self.spec.statistics(name).missing]
-        if gaps:
-            marks = keras.ops.take(keras.ops.cast(missing, x.dtype), gaps, axis=1)
-            found.append(marks)
+        if gaps := [at for at, name in enumerate(names) if self.spec.statistics(name).missing]:
+            found.append(keras.ops.take(keras.ops.cast(missing, x.dtype), gaps, axis=1))
         return found
 
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
@@ -230,18 +233,11 @@ class Places:
         known = self.spec.statistics(name)
         if are_repeated(known.distinct, known.examples):
             layer = self.spec.vocabulary(name)
-            return [self._rows(name, layer(x), layer.size)]
+            return [embedding(name, layer.size, self._dimension)(layer(x))]
         bag = text_features(self.spec, name, x, dimension=self._dimension, words=self._words)
         if known.pairs:
             self.bags.append(bag)
         return [bag]
-
-    def _rows(self, name: str, numbers: Any, rows: int) -> Any:
-        # With "wrap", a class that was not in the training data causes no error in serving.
-        layer = ShardedEmbedding(
-            rows, self._dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
-        )
-        return layer(numbers)
 
     def _sequence(self, name: str, x: Any, shape: tuple[int | None, ...]) -> list[Any]:
         if x.dtype == "string" or len(shape) > _VECTORS:
@@ -249,8 +245,7 @@ class Places:
                 f"{name!r} must be a sequence of numbers or vectors, not {x.dtype} of shape "
                 f"{shape}; use `sequence`, or write your own model"
             )
-        length = self.given.get(length_name(name))
-        known = KnownPlaces(name=layer_name(name, "places"))([x] if length is None else [x, length])
+        known = self.known(name, x)
         x = self.spec.normalization(name)(x)
         x = keras.ops.where(keras.ops.isnan(x), 0.0, x)
         if len(shape) < _VECTORS:
@@ -266,13 +261,10 @@ class Places:
         return [keras.ops.sum(x, axis=1) / count, keras.ops.max(x, axis=1)]
 
     def _numbers(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
-        if shape:
-            x = keras.layers.Flatten(name=layer_name(name, "flat"))(x)
-        else:
-            x = keras.ops.expand_dims(x, -1)
-        is_float = "float" in x.dtype
-        x = self.spec.normalization(name)(x)
-        if not is_float:
+        flatten = keras.layers.Flatten(name=layer_name(name, "flat")) if shape else None
+        given = flatten(x) if flatten else keras.ops.expand_dims(x, -1)
+        x = self.spec.normalization(name)(given)
+        if "float" not in given.dtype:
             return [x]
         missing = keras.ops.isnan(x)
         found = [keras.ops.where(missing, 0.0, x)]
@@ -308,3 +300,79 @@ class _Cut:
         begins[:count] = self._edges[:-1]
         steps[:count] = 1 / np.diff(self._edges)
         return begins, steps
+
+
+# Minimum number of training examples in which a term must occur to be known.
+_LEAST = 2
+# Number of levels to which the weights of words, and of pairs, are rounded.
+_LEVELS = 64
+# Euclidean norm of the term weights of a text. It is above 1, because initial rows are small and
+# Adam changes them in steps of a fixed size.
+_LENGTH = 3.0
+# Fraction of the terms that a training step drops.
+_DROPOUT = 0.3
+
+
+def text_features(spec: InputSpec, name: str, x: Any, *, dimension: int, words: int) -> Any:
+    """Return the vectors [n, dimension] of the texts `x` [n] of a feature.
+
+    Args:
+        spec: the spec of the model.
+        name: the name of the feature.
+        x: the texts of the feature.
+        dimension: the size of a term's embedding row.
+        words: the maximum number of words, and of pairs, to use from a text.
+    """
+    known = spec.statistics(name)
+    if not known.pairs:
+        layer = spec.words(name, words)
+        return _mean(layer(x), embedding(name, layer.size, dimension))
+    singles = spec.words(name, None, least=_LEAST)
+    pairs = spec.words(name, None, ngram=2, least=_LEAST)
+    first, second = singles(x)[:, :words], pairs(x)[:, :words]
+    size = singles.size
+    numbers = keras.ops.concatenate([first, keras.ops.where(second > 1, second + size, 0)], axis=1)
+    numbers = keras.ops.sort(numbers, axis=1)
+    steps, values = _levels(known, size)
+    level = keras.layers.Discretization(steps, name=layer_name(name, "level"))
+    weights = keras.ops.take(np.array(values, np.float32), level(numbers), axis=0)
+    # After sorting, equal terms are consecutive.
+    is_new = keras.ops.not_equal(numbers[:, 1:], numbers[:, :-1])
+    is_new = keras.ops.pad(is_new, [(0, 0), (1, 0)], constant_values=True)
+    weights = weights * keras.ops.cast(is_new, weights.dtype)
+    length = keras.ops.sqrt(keras.ops.sum(keras.ops.square(weights), axis=1, keepdims=True) + 1e-6)
+    weights = keras.layers.Dropout(_DROPOUT, name=layer_name(name, "dropout"))(
+        weights * _LENGTH / length
+    )
+    rows = embedding(name, size + pairs.size, dimension)(numbers)
+    return keras.ops.einsum("nt,ntd->nd", weights, rows)
+
+
+def _levels(known: FeatureStatistics, size: int) -> tuple[list[int], list[float]]:
+    """Return the term numbers at which the weight changes, and the weights between them."""
+    steps, values = [], [0.0]
+    for counts, offset in ((known.words, 0), (known.pairs, size)):
+        count = np.array([each for each in counts.values() if each >= _LEAST], np.float64)
+        if not len(count):
+            continue
+        weights = np.log((1 + known.examples) / (1 + count)) + 1
+        of_level = np.linspace(weights[0], weights[-1], _LEVELS)
+        begins = np.searchsorted(weights, of_level[:-1], side="left")
+        steps += [offset + 2, *(offset + 2 + begins[1:]).tolist(), offset + 2 + len(count)]
+        values += [*of_level[:-1].tolist(), 0.0]
+    return steps, values
+
+
+def embedding(name: str, rows: int, dimension: int) -> ShardedEmbedding:
+    """Return the embedding of an input. Ids beyond the training data wrap around, without error."""
+    return ShardedEmbedding(
+        rows, dimension, shards=1, unknown="wrap", name=layer_name(name, "embedding")
+    )
+
+
+def _mean(numbers: Any, layer: ShardedEmbedding) -> Any:
+    """Return the mean embedding row of the words, for older datasets, which store no pairs."""
+    rows = layer(numbers)
+    there = keras.ops.expand_dims(keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype), -1)
+    count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)
+    return keras.ops.sum(rows * there, axis=1) / count

@@ -85,7 +85,10 @@ def two_tower(  # noqa: PLR0913
         if of_name is None:
             ids, of_name = _number_rows(spec, name, ids)
         if isinstance(of_name, int):
-            layer: Any = _table(name, of_name, dimension, min(shards, of_name), unknown)
+            own, some = layer_name(name, "embedding"), min(shards, of_name)
+            layer: Any = ShardedEmbedding(
+                of_name, dimension, shards=some, unknown=unknown, name=own
+            )
         else:
             layer = growing_table(spec, name, dimension, of_name, shards)
         found[name] = layer(ids)
@@ -98,11 +101,6 @@ def two_tower(  # noqa: PLR0913
     # Add a logit of 0 for the first class: softmax([0, x])[1] equals sigmoid(x).
     logits = keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
-
-
-def _table(name: str, rows: int, dimension: int, shards: int, unknown: str) -> ShardedEmbedding:
-    own = layer_name(name, "embedding")
-    return ShardedEmbedding(rows, dimension, shards=shards, unknown=unknown, name=own)
 
 
 def growing_table(
@@ -154,9 +152,7 @@ def _hidden(argument: str, units: Sequence[int], x: Any, name: str) -> Any:
 
 
 def _tables(
-    spec: InputSpec,
-    rows: Mapping[str, int] | None,
-    tables: Mapping[str, Mapping[str, Any]] | None,
+    spec: InputSpec, rows: Mapping[str, int] | None, tables: Mapping[str, Mapping[str, Any]] | None
 ) -> dict[str, int | Mapping[str, Any] | None]:
     """For each input feature, return the number of rows, its growing table's arguments, or None."""
     if spec.num_classes not in {1, CLASSES}:

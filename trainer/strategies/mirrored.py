@@ -32,7 +32,7 @@ from flotilla.trainer.config.topology import Task, find_topology
 from flotilla.trainer.embeddings import row_updates as touched_rows
 from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.embeddings.embedding_table import SEED
-from flotilla.trainer.optimizers.fused_updates import fuse
+from flotilla.trainer.optimizers.optimizers import fuse
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.gradients import build_pulled_gradient
 from flotilla.trainer.strategies.input_position import Tally

@@ -23,7 +23,7 @@ from tensorflow.python.eager import context, executor
 
 from flotilla.trainer.config.cluster import server_number
 from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
-from flotilla.trainer.optimizers.fused_updates import fuse
+from flotilla.trainer.optimizers.optimizers import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 
 # Variables of at least this size, in bytes, are not initialized if nothing reads the values.

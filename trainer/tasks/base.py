@@ -188,16 +188,13 @@ def sample_examples(examples: Examples, most: int = 100_000) -> Part:
         rows = slice(begin, None, step)
         size = len(tf.nest.flatten(part.labels)[0])
         begin = (begin - size) % step
-        parts.append(tf.nest.map_structure(lambda each, at=rows: _slice(each, at), part))
+        # Copy the rows, because a view would keep the whole part in memory.
+        copy_of = lambda each, at=rows: None if each is None else each[at].copy()  # noqa: E731
+        parts.append(tf.nest.map_structure(copy_of, part))
     whole: Part = tf.nest.map_structure(
         lambda *each: None if each[0] is None else np.concatenate(each), *parts
     )
     return whole
-
-
-def _slice(values: Any, rows: slice) -> Any:
-    # Copy the rows, because a view would keep the whole part in memory.
-    return None if values is None else values[rows].copy()
 
 
 class SplitError(UserError):
@@ -326,13 +323,12 @@ class Task(ABC):
         """Convert outputs to the predictions that metrics accept."""
         return outputs
 
-    def predicted(self, outputs: Any) -> Array | None:
+    def predicted(self, outputs: Any) -> Array | None:  # noqa: ARG002
         """Return the predicted classes, or None for a task without classes.
 
         They are class numbers [n] or [n, positions], or bools [n, classes] if an example may have
         several classes.
         """
-        del outputs
         return None
 
     def scored(self, labels: Any, outputs: Any) -> tuple[Array, Floats]:
@@ -358,7 +354,7 @@ class Task(ABC):
     def described(self, label: Any, output: Any) -> dict[str, Any]:
         """Return the cells of an example's row in the report: `label`, `predicted`, and others."""
 
-    def details(self, examples: Examples) -> dict[str, Any]:
+    def details(self, examples: Examples) -> dict[str, Any]:  # noqa: ARG002
         """Return further results of an evaluation, as plain data.
 
         The entries `metrics` and `intervals` are added to the task's other metrics. The report
@@ -368,7 +364,6 @@ class Task(ABC):
             tables   [{"title", "columns": [text], "rows": [[value]]}]
             charts   [{"title", "x", "y", "series": {label: [[x, y]]}}]
         """
-        del examples
         return {}
 
     def tally(self) -> Tally:
@@ -379,35 +374,31 @@ class Task(ABC):
         """
         return Tally()
 
-    def constants(self, examples: Examples) -> list[Constant]:
+    def constants(self, examples: Examples) -> list[Constant]:  # noqa: ARG002
         """Return constant predictions that are fitted to the labels of these examples.
 
         The gate compares a model with the best of them.
         """
-        del examples
         return []
 
-    def make_test(self, metric: str, part: Part) -> Tested | None:
+    def make_test(self, metric: str, part: Part) -> Tested | None:  # noqa: ARG002
         """Return a function for the permutation test of a metric against a constant.
 
         The test calls the function hundreds of times. If this method returns None, the caller
         compares the metric example by example instead.
         """
-        del metric, part
         return None
 
-    def example_values(self, metric: str, part: Part) -> Floats | None:
+    def example_values(self, metric: str, part: Part) -> Floats | None:  # noqa: ARG002
         """Return one value per example [n], whose mean is the metric, or None if not supported.
 
         If the result is None, the caller computes the metric's state for each example. This takes
         about a hundred times as long.
         """
-        del metric, part
         return None
 
-    def group_values(self, metric: str, examples: Examples) -> Floats | None:
+    def group_values(self, metric: str, examples: Examples) -> Floats | None:  # noqa: ARG002
         """Return one value per query, whose mean is the metric, or None if not supported."""
-        del metric, examples
         return None
 
     def learn(self, training: Iterable[Mapping[str, Array]]) -> None:  # noqa: B027

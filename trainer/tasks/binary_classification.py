@@ -35,9 +35,9 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
+from flotilla.trainer.tasks.classification import SURE, Sigmoid, compute_logit
 from flotilla.trainer.tasks.exact.areas import Areas, rank_scores
 from flotilla.trainer.tasks.exact.tallies import BinaryTally
-from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 TWO = 2
 # Below this fraction of positives in training, the area under the ROC curve is uninformative.

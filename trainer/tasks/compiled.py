@@ -1,10 +1,15 @@
-"""The loss, metrics and optimizer of a compiled model.
+"""The arguments of a model's `compile`, and the forms in which training uses losses and metrics.
 
 Training uses the loss and the metrics in `model.compile(...)` unless the configuration replaces
 them. It uses the optimizer only if `training.optimizer.name` is `model`. The strategy sets how many
 steps run in one call, and `training.jit_compile` whether XLA compiles them. Keras keeps the states
 of metrics in variables. Here, one vector of sums over examples contains all states. A `State`
 describes the range of one metric in this vector.
+
+A `TaskLoss` replaces Keras's loss container. Keras divides a loss by the number of replicas,
+because it sums the gradients of all replicas. Here, gradients are averaged, so the loss is the mean
+over the batch. Class weights apply only in training, as in Keras's `fit`. If an example has several
+labels, each label has a weight.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
+from keras.src.losses import loss as keras_loss
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
 from flotilla.trainer.runtime import user_code
@@ -246,3 +252,78 @@ def _name_results(measured: Measured, result: Any) -> dict[str, float | None]:
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
     return {name: None if np.isnan(value) else value for name, value in found.items()}
+
+
+class TaskLoss:
+    """The loss of a task, which replaces Keras's loss container. It has no variables."""
+
+    metrics: tuple[()] = ()
+    variables: tuple[()] = ()
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        """Store the terms, whose sum is the loss."""
+        self.terms = terms
+
+    def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
+        """Return the mean loss of a batch, from the values that the model returns."""
+        total = tf.constant(0.0)
+        for path, loss, weight, part in self.terms:
+            true = find_at_path(labels, path)
+            if part is not None:
+                true = part.loss_labels(true)
+            each = _split_labels(true, find_at_path(outputs, path), find_at_path(weights, path))
+            value = tf.cast(loss(*each), tf.float32)
+            total += value if weight is None else value * weight
+        return total
+
+
+def find_at_path(tree: Any, path: Sequence[Any]) -> Any:
+    """Return the value at a path of a nested mapping. A plain value applies to all paths."""
+    for key in path:
+        tree = tree[key] if isinstance(tree, Mapping) else tree
+    return tree
+
+
+def _split_labels(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """Add an axis if each label has its own weight, so that each label also has its own loss."""
+    rank = len(labels.shape)
+    if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
+        return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
+    return labels, outputs, weights
+
+
+def cast_layer_loss(loss: Any) -> tf.Tensor:
+    """Return a layer's loss as a float32 scalar, because Keras cannot add different types."""
+    return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
+
+
+@contextmanager
+def whole_losses() -> Iterator[None]:
+    """Prevent Keras from dividing losses by the number of replicas in this block.
+
+    Keras divides all losses except those of a user's `compute_loss`.
+    """
+    divide = keras_loss.scale_loss_for_distribution
+    keras_loss.scale_loss_for_distribution = lambda value: value
+    try:
+        yield
+    finally:
+        keras_loss.scale_loss_for_distribution = divide
+
+
+def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> tf.Tensor:
+    """Return the training weights of a batch, in the shape of its labels.
+
+    `examples` are the weights of the examples, or None.
+    """
+    each = tf.constant(weights)
+    if len(task.target.shape) == 1 and task.link == "sigmoid":
+        found = tf.where(tf.cast(labels, tf.bool), each, tf.ones_like(each))
+    else:
+        # Labels below zero are padding. Any weight will do, because the loss ignores them.
+        found = tf.gather(each, tf.maximum(tf.cast(labels, tf.int32), 0))
+    if examples is None:
+        return found
+    more = [1] * (found.shape.rank - examples.shape.rank)
+    sizes = [*tf.unstack(tf.shape(examples)), *more]
+    return found * tf.reshape(tf.cast(examples, tf.float32), sizes)

@@ -382,11 +382,6 @@ def _thin(x: Floats, y: Floats, *more: Floats) -> list[list[float]]:
     return [[round(float(value), 5) for value in point] for point in points]
 
 
-def likeliest(labels: Labels, logits: Floats) -> tuple[Counts, Floats]:
-    """Return whether the most likely class is correct [n], and its predicted probability [n]."""
-    return logits.argmax(axis=1) == labels, np.exp(log_softmax(logits).max(axis=1))
-
-
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of `count_by_class`.
 

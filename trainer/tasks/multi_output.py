@@ -37,8 +37,7 @@ from flotilla.trainer.tasks.base import (
     Task,
     example_weights,
 )
-from flotilla.trainer.tasks.exact.intervals import above_zero
-from flotilla.trainer.tasks.exact.sums import Moments
+from flotilla.trainer.tasks.exact.intervals import Moments, above_zero
 
 # Maximum number of combinations of the outputs' constants.
 _COMBINATIONS = 16

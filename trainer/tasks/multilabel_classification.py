@@ -33,8 +33,8 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
+from flotilla.trainer.tasks.classification import SURE, Sigmoid, compute_logit
 from flotilla.trainer.tasks.exact.tallies import MultilabelTally
-from flotilla.trainer.tasks.links import SURE, Sigmoid, compute_logit
 
 
 class MultilabelClassification(Sigmoid):

@@ -47,21 +47,15 @@ def _metrics() -> Iterator[tuple[str, Any]]:
     for name, each in vars(keras.metrics).items():
         if inspect.isclass(each) and name not in _BASES:
             yield from ((name, each), (_snake_case(name), each))
-    # Do not look up these names with Keras. The lookup would create objects, which would start
-    # TensorFlow's threads in a process that later forks tasks.
-    long = (
-        keras.metrics.BinaryCrossentropy,
-        keras.metrics.MeanSquaredError,
-        keras.metrics.MeanAbsoluteError,
-        keras.metrics.MeanAbsolutePercentageError,
-        keras.metrics.MeanSquaredLogarithmicError,
-    )
-    for name, kind in zip(_SHORT, long, strict=True):
-        yield from ((each, kind) for each in (name, name.upper()))
 
 
 #: The functions and classes of Keras losses, and the classes of Keras metrics, by name.
 LOSSES, METRICS = dict(_losses()), dict(_metrics())
+# Do not look up these metrics with Keras. The lookup would create objects, which would start
+# TensorFlow's threads in a process that later forks tasks.
+METRICS |= {
+    each: METRICS[LOSSES[name].__name__] for name in _SHORT for each in (name, name.upper())
+}
 _MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 
 

@@ -45,14 +45,12 @@ from flotilla.trainer.tasks.compiled import (
     Measured,
     State,
     Sums,
+    TaskLoss,
     Term,
+    cast_layer_loss,
+    find_at_path,
     read_compiled,
     takes_logits,
-)
-from flotilla.trainer.tasks.task_loss import (
-    TaskLoss,
-    attach,
-    find_at_path,
     weights_by_class,
     whole_losses,
 )
@@ -183,7 +181,8 @@ class Objective:
         what = "the loss does not fit"
         try:
             with tf.Graph().as_default():
-                self._loss(*(keras.tree.map_structure(_placeholder, e) for e in (labels, outputs)))
+                placeholder = lambda each: tf.compat.v1.placeholder(each.dtype, each.shape)  # noqa: E731
+                self._loss(*(keras.tree.map_structure(placeholder, e) for e in (labels, outputs)))
             what = "the metrics do not fit"
             sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
             # Use a batch size that no axis has. Otherwise, broadcasting could hide wrong shapes.
@@ -205,7 +204,7 @@ class Objective:
 
     def attach(self, model: keras.Model) -> keras.Model:
         """Set this loss as the loss of a model, and return the model."""
-        attach(model, self._loss)
+        model._compile_loss, model._aggregate_additional_loss = self._loss, cast_layer_loss
         return model
 
     def _own_terms(self) -> Iterator[Term]:
@@ -291,7 +290,7 @@ class Objective:
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
             given = cast_outputs(model(inputs, training=False))
             loss = None
-            if has_own(model, "compute_loss"):
+            if type(model).compute_loss is not keras.Model.compute_loss:
                 # Prevent the model's method from changing variables.
                 with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
@@ -376,9 +375,6 @@ class Objective:
         """Return an empty accumulator for an evaluation or a slice."""
         return Measuring(self)
 
-    def _measure_all(self) -> list[Measured]:
-        return [each.measured for each in self.states if each.measured]
-
     def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
         """Create the metrics, and update them once, because some create variables only then."""
         if len(self.states) > 1:
@@ -446,7 +442,7 @@ class Objective:
             with whole_losses():
                 loss = self._loss(labels, self.task.given(outputs), weights)
         parts = [count, tf.cast(loss, tf.float64) * count]
-        for each in self._measure_all():
+        for each in filter(None, (state.measured for state in self.states)):
             before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
             if not all_metrics and self.is_exact(each):
                 parts += before
@@ -456,18 +452,9 @@ class Objective:
         return tf.concat([tf.reshape(tf.cast(each, tf.float64), [-1]) for each in parts], 0)
 
 
-def has_own(model: keras.Model, method: str) -> bool:
-    """Return whether a model overrides a method of `keras.Model`."""
-    return getattr(type(model), method) is not getattr(keras.Model, method)
-
-
 def _path(name: str) -> tuple[str, ...]:
     """Return the path of an output. A single output has no name, so its path is empty."""
     return (name,) if name else ()
-
-
-def _placeholder(spec: Any) -> tf.Tensor:
-    return tf.compat.v1.placeholder(spec.dtype, spec.shape)
 
 
 def _label(target: Target) -> keras.KerasTensor:

@@ -33,8 +33,7 @@ from flotilla.trainer.tasks.base import (
     example_weights,
 )
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.exact.intervals import Interval, metric_interval
-from flotilla.trainer.tasks.exact.sums import Moments
+from flotilla.trainer.tasks.exact.intervals import Interval, Moments, metric_interval
 
 BY_QUERY = ("ndcg", "mrr", "query_auc")
 

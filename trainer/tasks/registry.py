@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from flotilla.trainer.config.base import AUTO
-from flotilla.trainer.config.schema import TASKS, Config, OutputConfig, TaskConfig
-from flotilla.trainer.features.class_names import ClassIndex
+from flotilla.trainer.config.schema import BALANCED, TASKS, Config, OutputConfig, TaskConfig
+from flotilla.trainer.features.class_names import ClassIndex, normalize_number
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
@@ -19,11 +19,12 @@ from flotilla.trainer.tasks.base import Array, Target, Task
 from flotilla.trainer.tasks.binary_classification import TWO, get_class_names
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.tasks.task_loss import class_weights
 
 MULTI_OUTPUT = MultiOutput.name
 # The task argument that receives the value of `data.group`.
 _GROUP = "group"
+# Maximum number of class names in a message.
+_SOME = 5
 _log = logging.getLogger(__name__)
 
 
@@ -167,8 +168,9 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
     try:
         made = task(find_target(dataset, label), **group, **args)
         for column in made.columns:
-            if column != dataset.group:
-                _require_feature(column, dataset)
+            if column != dataset.group and column not in (known := dataset.features):
+                hint = nearest(column, known) or f" (one of {', '.join(known)})"
+                raise ConfigError(f"there is no feature {column!r}{hint}")
         if label in dataset.target_moments:
             made.check()
         return made
@@ -177,12 +179,6 @@ def _one(name: str, dataset: DatasetSpec, label: str, args: Mapping[str, Any], k
     # A user's task may raise any exception.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.format_error(error)}") from error
-
-
-def _require_feature(name: str, dataset: DatasetSpec) -> None:
-    if name not in dataset.features:
-        hint = nearest(name, dataset.features) or f" (one of {', '.join(dataset.features)})"
-        raise ConfigError(f"there is no feature {name!r}{hint}")
 
 
 class Choice(NamedTuple):
@@ -197,11 +193,8 @@ def choose_task(config: TaskConfig, dataset: DatasetSpec) -> Choice:
     if config.name != AUTO:
         return Choice(config.name, "task.name sets it")
     if len(dataset.targets) > 1:
-        names = ", ".join(dataset.targets)
-        choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")
-    else:
-        choice = infer_task(dataset, dataset.targets[0])
-    return choice
+        return Choice(MULTI_OUTPUT, f"there are several labels: {', '.join(dataset.targets)}")
+    return infer_task(dataset, dataset.targets[0])
 
 
 def infer_task(dataset: DatasetSpec, label: str) -> Choice:
@@ -286,6 +279,62 @@ def _class_weights(config: Config, task: Task) -> dict[str, Array]:
             given = config.task.outputs.get(name, OutputConfig()).class_weights
         found[name] = class_weights(given, part, key)
     return {name: weights for name, weights in found.items() if weights is not None}
+
+
+def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
+    """Return the weight of each class of a label [classes], or None without class weights.
+
+    `balanced` gives each class the weight `examples / (classes * examples of the class)`, counted
+    in the training split, so that all classes have the same total weight. Before preparation, the
+    counts are unknown and the result is None.
+
+    Raises:
+        ConfigError: the task has no classes, a class is unknown, or a class has no examples. The
+            message starts with `key`.
+    """
+    if not given:
+        return None
+    try:
+        names = task.labels
+        if not names:
+            raise ConfigError(f"{task.name} of {task.target} has no classes to weight")
+        if isinstance(given, str):
+            return _balance_classes(task, names)
+        weights = np.ones(len(names), np.float32)
+        for name, weight in given.items():
+            weights[_number(name, names)] = weight
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
+    return weights
+
+
+def _balance_classes(task: Task, names: Sequence[str]) -> Array | None:
+    if not task.target.counts:
+        return None
+    counts = np.asarray(task.target.counts["train"], np.float64)
+    if len(counts) != len(names) or task.target.shape:
+        raise ConfigError(
+            f"{BALANCED!r} needs one class per example, but {task.name} of {task.target} has "
+            "several; set a weight for each class"
+        )
+    if lacking := [name for name, count in zip(names, counts, strict=True) if not count]:
+        raise ConfigError(
+            f"{BALANCED!r} needs training examples of each class, but there are none of "
+            f"{', '.join(map(repr, lacking[:3]))}; set a weight for each class"
+        )
+    found: Array = (counts.sum() / (len(counts) * counts)).astype(np.float32)
+    return found
+
+
+def _number(name: str, names: Sequence[str]) -> int:
+    if (found := ClassIndex(names).number(name)) >= 0:
+        return found
+    by_place = name.isascii() and name.isdigit() and not any(map(normalize_number, names))
+    if by_place and int(name) < len(names):
+        return int(name)
+    some = ", ".join(names[:_SOME]) + (", ..." if len(names) > _SOME else "")
+    hint = nearest(name, names) or f" (the classes are {some})"
+    raise ConfigError(f"there is no class {name!r}{hint}")
 
 
 def find_target(dataset: DatasetSpec, name: str) -> Target:

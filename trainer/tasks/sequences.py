@@ -41,9 +41,8 @@ from flotilla.trainer.tasks.base import (
     example_weights,
     refuse_labels,
 )
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import SURE, Classification, Softmax
 from flotilla.trainer.tasks.exact.tallies import PositionTally
-from flotilla.trainer.tasks.links import SURE, Softmax
 
 _MOST_PLACES = 12
 
@@ -83,9 +82,8 @@ class PlaceLoss(keras.losses.Loss):
         losses = tf.math.divide_no_nan(tf.reduce_sum(each, axis=1), tf.reduce_sum(known, axis=1))
         return super().__call__(losses, losses, weights)
 
-    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:  # noqa: ARG002
         """Return `y_pred`, in which `__call__` passes the losses [n]."""
-        del y_true
         return y_pred
 
 
@@ -224,9 +222,8 @@ class SequenceLabelling(Softmax):
             metric, labels, found, example_weights(part)[:, np.newaxis]
         )
 
-    def details(self, examples: Examples) -> dict[str, Any]:
+    def details(self, examples: Examples) -> dict[str, Any]:  # noqa: ARG002
         """Return the class names."""
-        del examples
         return {"labels": list(self.labels)}
 
     def tally(self) -> Tally:

@@ -5,13 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.batch_rows import (
-    RowsOnce,
-    Sent,
-    Unforeseen,
-    find_lookups,
-    find_tables,
-)
+from flotilla.trainer.embeddings.batch_rows import RowsOnce, Sent, Unforeseen, find_lookups
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.row_updates import read_rows
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
@@ -92,7 +86,7 @@ def test_rows_that_come_once_are_not_looked_through_again():
 
 
 def test_one_message_holds_all_tables_of_a_server(monkeypatch):
-    tables = find_tables(model_of())
+    tables = find_lookups(model_of()).tables
     sent = []
     identity = tf.identity
     monkeypatch.setattr(tf, "identity", lambda each: sent.append(each) or identity(each))
@@ -131,7 +125,7 @@ def test_rows_are_known_where_the_model_maps_a_function_that_branches():
 
 def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
     model = model_of()
-    asked = Sent(find_tables(model), [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])
+    asked = Sent(find_lookups(model).tables, [tf.zeros([0], tf.int64), tf.constant([3], tf.int64)])
     found = asked.gradients(asked.rows())
     shapes = [found[id(each)].values.shape.as_list() for each in model.trainable_variables[:3]]
     assert shapes == [[0, 4]] * 3
@@ -310,5 +304,4 @@ def test_tables_that_have_to_be_used_in_their_place(table):
     given = keras.Input((), dtype="int64")
     plain = keras.layers.Embedding(9, 2)
     model = keras.Model(given, plain(given) + table()(given))
-    assert find_tables(model) == []
     assert find_lookups(model) is None

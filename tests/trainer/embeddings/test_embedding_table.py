@@ -117,7 +117,7 @@ def test_an_id_gets_a_row_when_it_has_come_often_enough():
 
 
 def test_what_came_seldom_is_forgotten_by_the_sieve(monkeypatch):
-    monkeypatch.setattr("flotilla.trainer.embeddings.count_min_sketch.FEWEST_BLOCKS", 1)
+    monkeypatch.setattr("flotilla.trainer.embeddings.hashes.FEWEST_BLOCKS", 1)
     layer = table(1, min_count=5)
     # With one block, the sketch halves all cells once it holds more than four ids.
     for each in (1, 1, 1, 2, 3, 4, 5):
@@ -399,25 +399,24 @@ def test_what_a_configuration_has_wrong_is_one_line(dtype, arguments, words):
     assert "\n" not in str(caught.value)
 
 
+PAIRS = InputSpec(
+    shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
+)
+
+
 def test_replicas_with_copies_of_their_own_are_refused_in_a_line_with_the_key():
-    spec = InputSpec(
-        shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
-    )
     tables = {name: {"capacity": 8} for name in ("user", "item")}
     refused = pytest.raises(ConfigError, match=r"^model two_tower: training\.strategy: each GPU or")
     with tf.distribute.MirroredStrategy(["CPU:0"]).scope(), refused:
-        registry.build(ModelConfig(name="two_tower", args={"tables": tables}), spec, 0)
+        registry.build(ModelConfig(name="two_tower", args={"tables": tables}), PAIRS, 0)
 
 
 @pytest.mark.slow
 def test_a_table_that_no_memory_has_room_for_is_one_line():
-    spec = InputSpec(
-        shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
-    )
     # The table exceeds the address space, so no memory is allocated.
     tables = {name: {"capacity": 2**40} for name in ("user", "item")}
     config = ModelConfig(name="two_tower", args={"tables": tables, "dimension": 2**14})
     with pytest.raises(ConfigError) as caught:
-        registry.build(config, spec, 0)
+        registry.build(config, PAIRS, 0)
     words = "this process (CPU) has too little memory for a tensor of type float and shape"
     assert str(caught.value).startswith(f"model two_tower: {words} [{2**39 + 1}, 16384]: make")

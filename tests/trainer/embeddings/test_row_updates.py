@@ -9,15 +9,10 @@ import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.embeddings import row_updates as touched_rows
-from flotilla.trainer.embeddings.row_updates import (
-    read_rows,
-    update_touched_rows,
-    whole_tables,
-)
+from flotilla.trainer.embeddings.row_updates import read_rows, update_touched_rows, whole_tables
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids
-from flotilla.trainer.optimizers.fused_updates import fuse
-from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.optimizers.optimizers import build_optimizer, fuse
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.strategy import Problem, create
 from tests.trainer.plain import CHIEF, NOBODY

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
+from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding, spread
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.registry import report_bad_input
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -209,3 +209,13 @@ def test_xla_is_refused_by_name():
         "training.jit_compile: XLA cannot compile items (ShardedEmbedding); set it to false"
     )
     registry.require_compilable(keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]))
+
+
+def test_the_gradient_of_a_row_is_the_sum_over_its_places():
+    rows, places = tf.constant([[1.0], [2.0], [3.0]]), tf.constant([2, 0, 2])
+    with tf.GradientTape() as tape:
+        tape.watch(rows)
+        found = spread(rows, places)
+        total = tf.reduce_sum(found * tf.constant([[1.0], [10.0], [100.0]]))
+    np.testing.assert_array_equal(found, [[3.0], [1.0], [3.0]])
+    np.testing.assert_array_equal(tape.gradient(total, rows), [[10.0], [0.0], [101.0]])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings import count_min_sketch as sieve
+from flotilla.trainer.embeddings import hashes as sieve
 from flotilla.trainer.embeddings import table_shard
 from tests.trainer.embeddings.test_embedding_table import (
     DIMENSION,

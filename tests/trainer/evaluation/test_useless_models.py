@@ -24,8 +24,8 @@ from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.ranking import Ranking
+from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer import small_run
 from tests.trainer.tasks.measuring import target

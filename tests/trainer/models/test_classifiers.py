@@ -61,8 +61,10 @@ def test_same_seed_gives_the_same_weights_and_names_whatever_was_built_before(na
     assert not np.array_equal(*kernels)
 
 
-def test_bytes_are_brought_into_zero_to_one():
+def test_softmax_is_one_linear_layer_and_bytes_are_brought_into_zero_to_one():
     model = _build("softmax")
+    assert _paths(model) == ["logits/kernel", "logits/bias"]
+    assert model.count_params() == 64 * 10 + 10
     white = np.full((1, 8, 8, 1), 255, np.uint8)
     kernel, bias = (variable.numpy() for variable in model.variables)
     np.testing.assert_allclose(model(white).numpy()[0], kernel.sum(axis=0) + bias, rtol=1e-5)
@@ -82,12 +84,6 @@ def test_other_numbers_are_cast(dtype):
     logits = _build("mlp", spec)(batch).numpy()
     assert logits.dtype == np.float32
     assert np.isfinite(logits).all()
-
-
-def test_softmax_is_one_linear_layer():
-    model = _build("softmax")
-    assert _paths(model) == ["logits/kernel", "logits/bias"]
-    assert model.count_params() == 64 * 10 + 10
 
 
 def test_softmax_draws_its_weights_as_configured():
@@ -112,13 +108,7 @@ def test_mlp_has_the_hidden_layers_that_were_asked_for():
     shapes = [tuple(variable.shape) for variable in model.variables]
     assert shapes == [(64, 7), (7,), (7, 5), (5,), (5, 10), (10,)]
     assert _paths(model)[0] == "hidden_0/kernel"
-
-
-def test_mlp_without_hidden_layers_is_linear():
     assert _build("mlp", hidden_units=[]).count_params() == 64 * 10 + 10
-
-
-def test_default_mlp_has_100_hidden_units():
     assert _build("mlp").get_layer("hidden_0").units == 100
 
 
@@ -137,11 +127,10 @@ def test_cnn_has_the_layers_that_were_asked_for():
     assert shapes["convolution_1/kernel"] == (5, 5, 2, 3)
     assert shapes["hidden_0/kernel"] == (2 * 2 * 3, 4)
     assert shapes["logits/kernel"] == (4, 10)
-
-
-def test_cnn_takes_an_image_without_a_channel_axis():
+    # An image may have no channel axis, and may be pooled any number of times.
     spec = InputSpec(shape=(8, 6), dtype="uint8", output_shape=(4,))
     assert _build("cnn", spec, filters=[2])(_batch(spec)).shape == (5, 4)
+    assert _build("cnn", filters=[2] * 6).get_layer("pool_5").output.shape == (None, 1, 1, 2)
 
 
 def _augmenting():
@@ -186,11 +175,6 @@ def test_a_worker_with_a_copy_of_the_values_augments_alike():
     assert len(seeds) == 4
     for left, right in zip(here.variables, copied.variables, strict=True):
         np.testing.assert_array_equal(left.numpy(), right.numpy())
-
-
-def test_cnn_may_pool_a_small_image_any_number_of_times():
-    model = _build("cnn", filters=[2] * 6)
-    assert model.get_layer("pool_5").output.shape == (None, 1, 1, 2)
 
 
 def test_cnn_refuses_what_is_no_image():
@@ -258,11 +242,7 @@ def test_a_single_number_is_an_input_too():
             {"kernel_size": 0},
             "model cnn: kernel_size: 0 is not allowed; it must be a whole number of at least 1",
         ),
-        (
-            "cnn",
-            {"augment": 1},
-            "model cnn: augment: 1 is not allowed; it must be true or false",
-        ),
+        ("cnn", {"augment": 1}, "model cnn: augment: 1 is not allowed; it must be true or false"),
     ],
 )
 def test_wrong_arguments_are_named(name, args, message):

@@ -17,8 +17,8 @@ from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable, shrink
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models import keras_file, registry
+from flotilla.trainer.models.preprocessing import Vocabulary, Words
 from flotilla.trainer.models.spec import InputSpec
-from flotilla.trainer.models.vocabulary import Vocabulary, Words
 from flotilla.trainer.report.heading import programs
 from tests.trainer.models.test_tabular import EXAMPLES, spec_of
 
@@ -138,8 +138,7 @@ def test_a_plain_environment_reads_every_model(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["tabular", "tabular of sequences", "two_tower of tables", "cnn of augmented images"],
+    "name", ["tabular", "tabular of sequences", "two_tower of tables", "cnn of augmented images"]
 )
 def test_a_file_answers_as_the_model_and_names_no_class_of_ours(tmp_path, name):
     model, given, _ = built(name)

@@ -9,17 +9,12 @@ import tensorflow as tf
 
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.features.dataset_spec import FeatureSpec
-from flotilla.trainer.features.statistics import statistics
-from flotilla.trainer.features.statistics.statistics import (
-    FeatureStatistics,
-    Learnt,
-    SplitStatistics,
-    Statistics,
-)
+from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.keras_file import plain_model
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
+from tests.trainer.models.known import learnt
 
 COLUMNS = {
     "prices": FeatureSpec(shape=(None,), dtype="float32", stored="sequence"),
@@ -53,9 +48,7 @@ EXAMPLES = {
 
 
 def built(*names, output=(2,), **args):
-    found = Statistics(splits={"train": SplitStatistics(examples=9, features=KNOWN)})
-    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-    spec = InputSpec.of(COLUMNS, names, output, learnt=learnt)
+    spec = InputSpec.of(COLUMNS, names, output, learnt=learnt(KNOWN))
     return registry.build(ModelConfig(name="sequence", args={"dimension": 8, **args}), spec, 0)
 
 

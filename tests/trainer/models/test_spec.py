@@ -7,15 +7,10 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics import statistics
-from flotilla.trainer.features.statistics.statistics import (
-    FeatureStatistics,
-    Learnt,
-    SplitStatistics,
-    Statistics,
-)
+from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
+from tests.trainer.models.known import learnt
 
 
 def column(shape, dtype, classes=0):
@@ -33,27 +28,18 @@ def test_one_feature_is_a_plain_tensor():
     spec = InputSpec.of(FEATURES, ["image"], (10,))
     assert (spec.shape, spec.dtype, spec.output_shape) == ((28, 28, 1), "uint8", (10,))
     assert spec.names == ("image",)
+    symbol = spec.symbols()
+    assert (symbol.shape, symbol.dtype) == ((None, 28, 28, 1), "uint8")
 
 
 def test_several_features_keep_their_names():
     spec = InputSpec.of(FEATURES, ("image", "age"), (2,))
     assert spec.shape == {"image": (28, 28, 1), "age": ()}
     assert spec.dtype == {"image": "uint8", "age": "float32"}
-
-
-def test_symbol_of_one_feature_has_a_batch_axis():
-    symbol = InputSpec.of(FEATURES, ["image"], (10,)).symbols()
-    assert symbol.shape == (None, 28, 28, 1)
-    assert symbol.dtype == "uint8"
-
-
-def test_symbols_of_several_features_carry_their_names():
-    symbols = InputSpec.of(FEATURES, ["age", "image"], 2).symbols()
-    assert {name: symbol.shape for name, symbol in symbols.items()} == {
-        "age": (None,),
-        "image": (None, 28, 28, 1),
-    }
-    assert [symbol.name for symbol in symbols.values()] == ["age", "image"]
+    symbols = spec.symbols()
+    shapes = {name: symbol.shape for name, symbol in symbols.items()}
+    assert shapes == {"image": (None, 28, 28, 1), "age": (None,)}
+    assert [symbol.name for symbol in symbols.values()] == ["image", "age"]
 
 
 TABLE = {
@@ -71,13 +57,8 @@ KNOWN = {
 }
 
 
-def learnt():
-    found = Statistics(splits={"train": SplitStatistics(examples=4, features=KNOWN)})
-    return Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-
-
 def table():
-    return InputSpec.of(TABLE, ["age", "city", "grade"], (2,), learnt=learnt())
+    return InputSpec.of(TABLE, ["age", "city", "grade"], (2,), learnt=learnt(KNOWN))
 
 
 def test_a_model_gets_what_is_known_of_a_feature():

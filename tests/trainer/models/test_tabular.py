@@ -11,16 +11,11 @@ import tensorflow as tf
 
 from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics import statistics
-from flotilla.trainer.features.statistics.statistics import (
-    FeatureStatistics,
-    Learnt,
-    SplitStatistics,
-    Statistics,
-)
+from flotilla.trainer.features.statistics.statistics import FeatureStatistics
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime.errors import ConfigError
+from tests.trainer.models.known import learnt
 from tests.trainer.odd_names import ODD
 
 COLUMNS = {
@@ -63,9 +58,9 @@ EXAMPLES = {
 
 def spec_of(*names, output=(2,), in_units=("price",), **known):
     features = {**KNOWN, **known}
-    found = Statistics(splits={"train": SplitStatistics(examples=9, features=features)})
-    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-    return InputSpec.of(COLUMNS, names, output, targets=["price"], in_units=in_units, learnt=learnt)
+    return InputSpec.of(
+        COLUMNS, names, output, targets=["price"], in_units=in_units, learnt=learnt(features)
+    )
 
 
 def built(*names, output=(2,), **args):
@@ -195,10 +190,8 @@ def test_columns_and_targets_of_any_name_are_trained_on():
     columns = {name: COLUMNS[kind] for name, kind in kinds.items()}
     known = {name: KNOWN[kind] for name, kind in kinds.items()}
     known |= {name: KNOWN["price"] for name in targets if name not in known}
-    found = Statistics(splits={"train": SplitStatistics(examples=9, features=known)})
-    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
     outputs = dict.fromkeys(targets, (1,))
-    spec = InputSpec.of(columns, [*columns], outputs, targets=targets, learnt=learnt)
+    spec = InputSpec.of(columns, [*columns], outputs, targets=targets, learnt=learnt(known))
     model = registry.build(ModelConfig(name="tabular"), spec, 0)
     inputs = {name: tf.constant(EXAMPLES[kind]) for name, kind in kinds.items()}
 

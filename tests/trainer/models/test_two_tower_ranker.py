@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from clicks_large import Clickstream
+from flotilla.trainer.tasks.recommendation import Recommendation
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import ModelConfig
@@ -16,7 +17,6 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 from tests.trainer.plain import build_step
 from tests.trainer.tasks.measuring import InParts, target
 
@@ -219,16 +219,10 @@ def test_it_learns_what_is_clicked_and_what_is_found():
             "tables.item: {'rows': 5} has no capacity; wri",
         ),
         ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
-        (
-            {"popularity": ""},
-            "the model does not use the input 'shown'; add it to user_attributes",
-        ),
+        ({"popularity": ""}, "the model does not use the input 'shown'; add it to user_attributes"),
         ({"item": "user"}, "'user' is named twice"),
         ({"item_attributes": ["shown"]}, "'shown' is named twice"),
-        (
-            {"user_attributes": "segment"},
-            "user_attributes: 'segment' is not allowed; it must be a",
-        ),
+        ({"user_attributes": "segment"}, "user_attributes: 'segment' is not allowed; it must be a"),
         ({"retrieval": -1}, "retrieval: -1 is not allowed; it must be 0 or more"),
         ({"dimension": 0}, "dimension: 0 is not allowed"),
     ],
@@ -249,10 +243,7 @@ def test_tables_of_a_fixed_size_are_no_argument_any_more():
     ("spec", "line"),
     [
         (spec_of(dtype="float32"), "tables.user: ids must be 64-bit whole numbers or strings"),
-        (
-            spec_of(shape=(2,)),
-            "'user' must have one value per example, but is int64 of shape (2,)",
-        ),
+        (spec_of(shape=(2,)), "'user' must have one value per example, but is int64 of shape (2,)"),
         (
             InputSpec(shape=(), dtype="int64", output_shape=(-1,)),
             "the model needs several inputs; set data.inputs: [user, item, shown]",

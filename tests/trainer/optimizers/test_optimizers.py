@@ -94,9 +94,6 @@ def test_arguments_without_effect_are_refused():
         assert message.startswith(
             f"training.optimizer.args.{argument}: this argument is not supported; "
         )
-
-
-def test_the_learning_rate_has_a_key_of_its_own():
     assert _refusal("adam", learning_rate=0.1) == (
         "training.optimizer.args.learning_rate: this argument is not supported; "
         "set training.optimizer.learning_rate"
@@ -210,10 +207,7 @@ class Unmade(keras.optimizers.SGD):
             keras.optimizers.ScheduleFreeAdamW,
             "the model is compiled with ScheduleFreeAdamW, which cannot be used here",
         ),
-        (
-            excluding_a_variable,
-            "the model's optimizer excludes variables from weight",
-        ),
+        (excluding_a_variable, "the model's optimizer excludes variables from weight"),
         (
             lambda: Unmade(0.1),
             "the model is compiled with Unmade, which cannot be recreated from its get_config: ",
@@ -316,9 +310,7 @@ def test_the_parts_of_a_row_are_added_up():
     found = each_row_once(given)
     assert dict(zip(found.indices.numpy(), found.values.numpy()[:, 0], strict=True)) == {7: 5, 2: 2}
     np.testing.assert_array_equal(tf.convert_to_tensor(found), tf.convert_to_tensor(given))
-
-
-def test_other_gradients_stay_what_they_are():
+    # Other gradients stay unchanged.
     dense = tf.ones(3)
     assert each_row_once(dense) is dense
     assert each_row_once(None) is None

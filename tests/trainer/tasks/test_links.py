@@ -11,8 +11,7 @@ from sklearn import metrics as scores
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.links import Sigmoid, Softmax
+from flotilla.trainer.tasks.classification import Classification, Sigmoid, Softmax
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.sequences import SequenceLabelling
 from tests.trainer.tasks.measuring import InParts, evaluated, measured, target

@@ -170,10 +170,7 @@ def expected_calibration():
 
 
 CASES = {
-    "accuracy": (
-        lambda: metrics.BinaryAccuracy(name="accuracy"),
-        of_labels(scores.accuracy_score),
-    ),
+    "accuracy": (lambda: metrics.BinaryAccuracy(name="accuracy"), of_labels(scores.accuracy_score)),
     "precision": (metrics.Precision, of_labels(scores.precision_score)),
     "recall": (metrics.Recall, of_labels(scores.recall_score)),
     "micro f1": (lambda: metrics.F1("f1"), of_labels(scores.f1_score)),
@@ -183,19 +180,10 @@ CASES = {
     ),
     "log loss": (metrics.BinaryCrossentropy, of_labels(scores.log_loss, SURE)),
     "calibration": (metrics.CalibrationError, expected_calibration()),
-    "subset": (
-        metrics.SubsetAccuracy,
-        scores.accuracy_score(TRUE, GUESSED, sample_weight=WEIGHTS),
-    ),
-    "absolute": (
-        metrics.MeanAbsoluteError,
-        of_quantities(scores.mean_absolute_error),
-    ),
+    "subset": (metrics.SubsetAccuracy, scores.accuracy_score(TRUE, GUESSED, sample_weight=WEIGHTS)),
+    "absolute": (metrics.MeanAbsoluteError, of_quantities(scores.mean_absolute_error)),
     "squared": (metrics.MeanSquaredError, of_quantities(scores.mean_squared_error)),
-    "root": (
-        metrics.RootMeanSquaredError,
-        of_quantities(scores.mean_squared_error) ** 0.5,
-    ),
+    "root": (metrics.RootMeanSquaredError, of_quantities(scores.mean_squared_error) ** 0.5),
     "r2": (lambda: metrics.R2Score(NUMBERS, 1000.5), of_quantities(scores.r2_score)),
 }
 ARRAYS = {

@@ -66,20 +66,24 @@ def test_the_task_of_each_label_is_chosen_by_what_it_is():
 @pytest.mark.parametrize("weighted", [False, True])
 def test_the_loss_is_that_of_keras_with_the_same_losses_and_weights(weighted):
     weights = np.linspace(0.5, 1.5, COUNT, dtype="float32") if weighted else None
-    model, plain = net(), net()
-    objective = Objective(created())
-    objective.accept(model, model.output)
     batch = (INPUTS, LABELS) if weights is None else (INPUTS, LABELS, weights)
+    every = dict.fromkeys(LABELS, weights) if weighted else None
+    check_loss(Objective(created()), batch, every, {"income": 0.5, "city": 1.0, "owns": 1.0})
+
+
+def check_loss(objective, batch, weights, loss_weights=None):
+    """Check the loss of a batch against Keras's, with these weights of examples by output."""
+    model, plain = net(), net()
+    objective.accept(model, model.output)
     plain.compile(
         loss={
             "income": "mse",
             "city": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             "owns": keras.losses.BinaryCrossentropy(from_logits=True),
         },
-        loss_weights={"income": 0.5, "city": 1.0, "owns": 1.0},
+        loss_weights=loss_weights,
     )
-    every = dict.fromkeys(LABELS, weights) if weighted else None
-    expected = plain.evaluate(INPUTS, LABELS, sample_weight=every, batch_size=COUNT, verbose=0)
+    expected = plain.evaluate(INPUTS, LABELS, sample_weight=weights, batch_size=COUNT, verbose=0)
     found = objective.loss(model, batch, model(INPUTS))
     np.testing.assert_allclose(found, expected if np.isscalar(expected) else expected[0], rtol=1e-5)
 
@@ -92,26 +96,14 @@ def objective_of(outputs, **training):
 
 
 def test_classes_weigh_in_the_loss_of_their_own_output():
-    model, plain = net(), net()
     weights = np.linspace(0.5, 1.5, COUNT, dtype="float32")
     outputs = {"city": {"class_weights": "balanced"}, "owns": {"class_weights": {"1": 3.0}}}
-    objective = objective_of(outputs)
-    objective.accept(model, model.output)
-    plain.compile(
-        loss={
-            "income": "mse",
-            "city": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            "owns": keras.losses.BinaryCrossentropy(from_logits=True),
-        },
-    )
     every = {
         "income": weights,
         "city": weights * np.array([30 / 27, 30 / 33, 1.0])[LABELS["city"]],
         "owns": weights * np.where(LABELS["owns"], 3.0, 1.0),
     }
-    expected = plain.evaluate(INPUTS, LABELS, sample_weight=every, batch_size=COUNT, verbose=0)
-    found = objective.loss(model, (INPUTS, LABELS, tf.constant(weights)), model(INPUTS))
-    np.testing.assert_allclose(found, expected if np.isscalar(expected) else expected[0], rtol=1e-5)
+    check_loss(objective_of(outputs), (INPUTS, LABELS, tf.constant(weights)), every)
 
 
 @pytest.mark.parametrize(
@@ -227,10 +219,7 @@ def test_a_configuration_that_does_not_fit_is_refused_by_name(config, words):
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        (
-            net(["income", "city", "own"]),
-            "city: ..., owns: ...}, but returns income",
-        ),
+        (net(["income", "city", "own"]), "city: ..., owns: ...}, but returns income"),
         (keras.Model(x := keras.Input((4,)), keras.layers.Dense(3)(x)), "not one output"),
         (net(activation="sigmoid"), "output 'owns': the model must return logits"),
     ],

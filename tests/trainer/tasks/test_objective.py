@@ -15,10 +15,10 @@ from flotilla.trainer.tasks import named
 from flotilla.trainer.tasks.base import Part, Target
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.compiled import read_compiled
+from flotilla.trainer.tasks.compiled import read_compiled, weights_by_class
 from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.registry import class_weights
 from flotilla.trainer.tasks.regression import Regression
-from flotilla.trainer.tasks.task_loss import class_weights, weights_by_class
 from tests.trainer.tasks.measuring import InParts, target
 
 CLASSES = 3
@@ -116,10 +116,14 @@ def test_the_gradient_is_that_of_keras():
     compiled = {"optimizer": keras.optimizers.SGD(1.0), "loss": "sparse_categorical_crossentropy"}
     expected, model = net("softmax", **compiled), net("softmax", **compiled)
     expected.train_on_batch(INPUTS, LABELS, WEIGHTS)
+    check_step(accepted(model), model, (INPUTS, LABELS, WEIGHTS), expected)
+
+
+def check_step(objective, model, batch, expected):
+    """Check that a step with the learning rate 1 gives a model the weights of another one."""
     before = model.get_weights()
-    objective = accepted(model)
     with tf.GradientTape() as tape:
-        loss = objective.loss(model, (INPUTS, LABELS, WEIGHTS), model(INPUTS, training=True))
+        loss = objective.loss(model, batch, model(INPUTS, training=True))
     gradient = tape.gradient(loss, [each.value for each in model.trainable_variables])
     for start, step, end in zip(before, gradient, expected.get_weights(), strict=True):
         np.testing.assert_allclose(start - step, end, atol=1e-6)
@@ -263,10 +267,7 @@ def test_a_loss_of_the_users_takes_standardized_labels():
             "the model's compile(metrics=...) fails: Could not interpret metric identifier: "
             "acuracy; did you mean 'accuracy'?",
         ),
-        (
-            {"loss": "categorical_crossentropy"},
-            "the loss does not fit the labels and outputs: ",
-        ),
+        ({"loss": "categorical_crossentropy"}, "the loss does not fit the labels and outputs: "),
     ],
 )
 def test_the_nearest_right_name_is_said(compiled, words):
@@ -458,13 +459,7 @@ def test_they_are_those_of_fit():
     expected.train_on_batch(INPUTS, LABELS, class_weight=weights)
     objective = Objective(task(), weights={"": np.array([2.0, 0.5, 1.0], np.float32)})
     objective.attach(model)
-    before = model.get_weights()
-    with tf.GradientTape() as tape:
-        batch = (tf.constant(INPUTS), tf.constant(LABELS))
-        value = objective.loss(model, batch, model(INPUTS, training=True))
-    gradient = tape.gradient(value, [each.value for each in model.trainable_variables])
-    for start, step, end in zip(before, gradient, expected.get_weights(), strict=True):
-        np.testing.assert_allclose(start - step, end, atol=1e-6)
+    check_step(objective, model, (tf.constant(INPUTS), tf.constant(LABELS)), expected)
 
 
 def test_they_multiply_the_weights_of_examples():

@@ -109,8 +109,7 @@ class Ranked(NamedTuple):
         loss = _reverse_cumsum(share * precision)
         gain = _reverse_cumsum(share) - loss
         of_true = Influences(
-            (below - areas.auc) / hits[-1],
-            (precision - areas.average_precision) / hits[-1] + gain,
+            (below - areas.auc) / hits[-1], (precision - areas.average_precision) / hits[-1] + gain
         )
         return areas, of_true, Influences((above - areas.auc) / misses[-1], -loss)
 

@@ -17,7 +17,7 @@ from flotilla.trainer.tasks import metrics
 from flotilla.trainer.tasks.base import Array, Floats, Part, Tally, example_weights
 from flotilla.trainer.tasks.exact import intervals
 from flotilla.trainer.tasks.exact.areas import Scores
-from flotilla.trainer.tasks.exact.sums import Calibration, Groups, Moments
+from flotilla.trainer.tasks.exact.intervals import Calibration, Groups, Moments
 
 Doubles = npt.NDArray[np.float64]
 _TWO = 2
@@ -206,15 +206,37 @@ def intervals_of_averages(counts: Doubles) -> dict[str, intervals.Interval]:
     return {name: found[name] for name in metrics.AVERAGES}
 
 
-class MultilabelTally(Tally):
+class _GroupTally(Tally):
+    """Metrics that are functions of sums over examples, and the mean loss."""
+
+    def __init__(self, labels: tuple[str, ...], size: int) -> None:
+        self._labels, self._groups, self._loss = labels, Groups(size), Moments()
+
+    def _add(self, rows: Doubles, losses: Floats, weights: Floats) -> None:
+        self._groups.add(rows * weights[:, np.newaxis])
+        self._loss.add(losses[np.newaxis], weights)
+
+    def _measure(
+        self, names: tuple[str, ...], function: Callable[[Doubles], Doubles]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the metrics that `function` computes from the sums, the loss, and intervals."""
+        values, errors = function(self._groups.total).tolist(), self._groups.errors(function)
+        (loss,), (error,), count = *self._loss.result(), self._loss.count
+        ends: dict[str, Any] = {
+            name: intervals.metric_interval(value, spread, count)
+            for name, value, spread in zip(names, values, errors, strict=True)
+        }
+        ends["loss"] = intervals.above_zero(loss, error, count)
+        return {"loss": loss, **dict(zip(names, values, strict=True))}, ends
+
+
+class MultilabelTally(_GroupTally):
     """Metrics of a task with any number of classes per example and one logit per class."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator. `labels` are the class names."""
-        self._labels, self._scores, self._calibration = labels, Scores(len(labels)), Calibration()
-        self._groups = Groups(3 + 3 * len(labels))
-        self._weight = np.zeros(2)
-        self._loss = Moments()
+        super().__init__(labels, 3 + 3 * len(labels))
+        self._scores, self._calibration = Scores(len(labels)), Calibration()
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -224,13 +246,10 @@ class MultilabelTally(Tally):
         same = true == taken
         shares = [np.ones(len(weights)), same.all(axis=1), same.mean(axis=1)]
         rows = np.concatenate([np.stack(shares, axis=1), true & taken, true, taken], axis=1)
-        self._groups.add(rows * weights[:, np.newaxis])
-        self._weight += [each.sum() for each in _both(weights)]
         each = np.repeat(weights, len(self._labels))
         self._calibration.add(true.ravel(), special.expit(logits).ravel(), each)
         self._scores.add(true, part.outputs, weights)
-        losses = np.logaddexp(0, np.where(true, -logits, logits)).mean(axis=1)
-        self._loss.add(losses[np.newaxis], weights)
+        self._add(rows, np.logaddexp(0, np.where(true, -logits, logits)).mean(axis=1), weights)
 
     def condense(self) -> None:
         """Reduce memory use if many examples have been added."""
@@ -238,37 +257,23 @@ class MultilabelTally(Tally):
 
     def result(self) -> dict[str, Any]:
         """Return all metrics, overall and by class."""
-        total, areas = self._groups.total, self._scores.result()
-        values, errors = _measure_labels(total).tolist(), self._groups.errors(_measure_labels)
-        names = ("binary_accuracy", "subset_accuracy", *(f"micro_{each}" for each in _MICRO))
-        found = dict(zip((*names, "macro_f1"), values, strict=True))
-        count = float(intervals.kish(*self._weight))
-        ends = {
-            name: intervals.metric_interval(value, error, count)
-            for (name, value), error in zip(found.items(), errors, strict=True)
-        }
-        (loss,), (error,) = self._loss.result()
-        right, true, taken = total[3:].reshape(3, -1)
+        areas, (found, ends) = self._scores.result(), self._measure(_OF_LABELS, _measure_labels)
+        right, true, taken = self._groups.total[3:].reshape(3, -1)
+        ends |= areas.intervals("macro_")
+        ends["calibration_error"] = self._calibration.interval()
         return {
             "metrics": {
-                "loss": loss,
                 **found,
                 **areas.metrics("macro_"),
                 "calibration_error": self._calibration.error(),
             },
-            "intervals": _drop_undefined(
-                {
-                    **ends,
-                    **areas.intervals("macro_"),
-                    "loss": intervals.above_zero(loss, error, count),
-                    "calibration_error": self._calibration.interval(),
-                }
-            ),
+            "intervals": _drop_undefined(ends),
             "per_class": metrics.per_class((right, true, taken), areas.each, self._labels),
         }
 
 
-_MICRO = ("precision", "recall", "f1")
+_MICRO = ("micro_precision", "micro_recall", "micro_f1")
+_OF_LABELS = ("binary_accuracy", "subset_accuracy", *_MICRO, "macro_f1")
 
 
 def _measure_labels(sums: Doubles) -> Doubles:
@@ -286,15 +291,13 @@ def _divide(part: Any, whole: Any) -> Any:
     return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)
 
 
-class PositionTally(Tally):
+class PositionTally(_GroupTally):
     """Metrics of positions, with one logit per class. Positions with labels below 0 are ignored."""
 
     def __init__(self, labels: tuple[str, ...]) -> None:
         """Create an empty accumulator. `labels` are the class names."""
-        self._labels, classes = labels, len(labels)
-        self._groups, self._weight = Groups(2 + 3 * classes), np.zeros(2)
-        self._matrix = np.zeros((classes, classes))
-        self._loss = Moments()
+        super().__init__(labels, 2 + 3 * len(labels))
+        self._matrix = np.zeros((len(labels), len(labels)))
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -311,34 +314,23 @@ class PositionTally(Tally):
         all_right = ((true == taken) | ~known).all(axis=1)
         ones = np.stack([np.ones(len(weights)), all_right], axis=1)
         rows = np.concatenate([ones, rows.reshape(len(weights), -1)], axis=1)
-        self._groups.add(rows * weights[:, np.newaxis])
-        self._weight += [each.sum() for each in _both(weights)]
         each = np.broadcast_to(weights[:, np.newaxis], true.shape)[known]
         self._matrix += metrics.confusion(true[known], taken[known], classes, each)
         chances = metrics.log_softmax(part.outputs.reshape(-1, classes))
         own = -chances[np.arange(len(chances)), np.maximum(true, 0).ravel()].reshape(true.shape)
-        losses = (own * known).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
-        self._loss.add(losses[np.newaxis], weights)
+        self._add(rows, (own * known).sum(axis=1) / np.maximum(known.sum(axis=1), 1), weights)
 
     def result(self) -> dict[str, Any]:
         """Return all metrics, overall and by class."""
         names = ("accuracy", "macro_f1", "example_accuracy")
-        found: dict[str, Any] = dict(
-            zip(names, _measure_places(self._groups.total).tolist(), strict=True)
-        )
+        found, ends = self._measure(names, _measure_places)
         if not self._matrix.any():
-            found |= dict.fromkeys(("accuracy", "macro_f1"))
-        count, errors = float(intervals.kish(*self._weight)), self._groups.errors(_measure_places)
-        ends: dict[str, Any] = {
-            name: None if value is None else intervals.metric_interval(value, error, count)
-            for (name, value), error in zip(found.items(), errors, strict=True)
-        }
-        (loss,), (error,) = self._loss.result()
-        ends["loss"] = intervals.above_zero(loss, error, count)
+            undefined = dict.fromkeys(("accuracy", "macro_f1"))
+            found, ends = found | undefined, ends | undefined
         no_areas = [metrics.NO_AREA] * len(self._labels)
         counts = metrics.count_by_class(self._matrix)
         return {
-            "metrics": {"loss": loss, **found},
+            "metrics": found,
             "intervals": _drop_undefined(ends),
             "per_class": metrics.per_class(counts, no_areas, self._labels),
             "confusion_matrix": metrics.plain_rows(self._matrix),

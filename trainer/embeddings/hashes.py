@@ -1,4 +1,6 @@
-"""A count-min sketch of fixed size that counts how often ids without a row have occurred.
+"""Hashes of ids and texts, and a count-min sketch of ids without a row.
+
+The sketch has a fixed size, and counts how often an id without a row has occurred.
 
 Four cells count each id, and the count is the smallest of the four (Cormode and Muthukrishnan 2005,
 "An Improved Data Stream Summary: The Count-Min Sketch"). No cell is raised above the count of the
@@ -16,6 +18,18 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.config.model import MOST_COUNTED
+
+#: Number of different fingerprints. A fingerprint is a FarmHash or SipHash value modulo this
+#: number. Both hashes are the same on every machine and in every version.
+FINGERPRINTS = 2**63 - 1
+# Unicode white space as in Arrow and Python: separators and some control characters.
+_SPACE = r"[\t-\r\x1c-\x20\x{85}\pZ]"
+
+
+def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
+    """Strip surrounding white space from each string, as file readers do."""
+    return tf.strings.regex_replace(texts, rf"^{_SPACE}+|{_SPACE}+$", "")
+
 
 # In this order: the cells in a block, the cells that count one id, the minimum number of blocks (a
 # larger shard has one per slot), and the ids per block above which all cells may be halved.
@@ -72,11 +86,6 @@ class CountMinSketch:
         with tf.control_dependencies([times]):
             change = tf.cond(full, halve, keep)
         return times >= self._min_count, change
-
-
-def size_sketch(capacity: int) -> tuple[int, int]:
-    """Return the number of blocks for `capacity` slots, and the number of cells in a block."""
-    return max(FEWEST_BLOCKS, capacity), CELLS
 
 
 def _select_cells(keys: tf.Tensor) -> tf.Tensor:

@@ -15,8 +15,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks import registry
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.ranking import Ranking
-from flotilla.trainer.tasks.retrieval.recall import Search, Vectors
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
+from flotilla.trainer.tasks.recommendation import Recommendation, Search, Vectors
 from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
 from tests.trainer.tasks.test_registry import dataset, feature
 

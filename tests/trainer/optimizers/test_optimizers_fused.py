@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.optimizers.fused_updates import fuse
-from flotilla.trainer.optimizers.optimizers import build_optimizer
+from flotilla.trainer.optimizers.optimizers import build_optimizer, fuse
 
 FUSED = [
     ("adam", {}),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.shared_branch import SharedBranch
+from flotilla.trainer.embeddings.table_shard import SharedBranch
 from tests.trainer.embeddings.test_embedding_table import known, table
 
 

@@ -1,1 +1,0 @@
-"""Recommendation: scores for pairs of a user and an item, and vectors to retrieve items."""
