@@ -60,7 +60,7 @@ def train(step: Step) -> str:
     """Train and select a checkpoint. Return its URI, or "" if the run ends with training."""
     descriptor.check(step.dataset_descriptor, step.dataset)
     settings = load_bundle(step.config)
-    from flotilla.trainer.data.shards.shard_store import plan_streaming
+    from flotilla.trainer.data.shard_feed import plan_streaming
     from flotilla.trainer.features.dataset_spec import DatasetSpec, require_slices
 
     manifest = storage.read_manifest(step.dataset)

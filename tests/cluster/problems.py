@@ -14,9 +14,8 @@ from tensorflow.python.distribute import parameter_server_strategy_v2 as upstrea
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
+from flotilla.trainer.data.blocks import complete, encode_blocks, fill_batches, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
-from flotilla.trainer.data.examples.lengths import fill_batches
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.features.dataset_spec import DatasetSpec

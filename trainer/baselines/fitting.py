@@ -24,8 +24,8 @@ from flotilla.trainer.tasks.base import Array, Floats, Task
 from flotilla.trainer.tasks.binary_classification import BinaryClassification
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
-from flotilla.trainer.tasks.retrieval.recommendation import Recommendation
 
 # Maximum numbers of boosting iterations (scikit-learn's default) and of trees.
 _MOST_ITERATIONS, _MOST_TREES = 100, 600

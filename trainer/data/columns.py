@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.png import encode
+from flotilla.trainer.data.images import encode_png
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 
@@ -55,7 +55,7 @@ def make_column(feature: FeatureSpec, values: Any) -> Column:
         return _make_lists(feature, values)
     if feature.stored == "image":
         # Encode pixels as PNG, because it is lossless.
-        return make_texts(each if isinstance(each, bytes) else encode(each) for each in values)
+        return make_texts(each if isinstance(each, bytes) else encode_png(each) for each in values)
     if feature.dtype == "string":
         return make_texts(values)
     return np.asarray(values, numpy_type(feature))

@@ -24,7 +24,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.builders.builder_source import BuilderSource
+from flotilla.trainer.data.builders.datasets import BuilderSource
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.preparation.beam import map_parts_by_beam, require_reachable
 from flotilla.trainer.data.source import Source
@@ -151,7 +151,7 @@ def open_source(config: DataConfig, root: str, folder: Path) -> Source:
     """
     if not config.map:
         return _make_source(config, root, folder)
-    from flotilla.trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
+    from flotilla.trainer.data.mapped import MappedSource, source_config  # noqa: PLC0415
 
     return MappedSource(_make_source(source_config(config), root, folder), config)
 

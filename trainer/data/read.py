@@ -1,24 +1,25 @@
 """Fetch shards and make batches of them: the only data code that a training task needs.
 
-This module does not import TFDS. `training_batches` and `evaluation_batches` are pure TensorFlow
-graphs, so a `ClusterCoordinator` can run them in a worker without Python code of this package.
+This module does not import TFDS. `training_batches`, `evaluation_batches` and `make_random_access`
+return pure TensorFlow graphs, so a `ClusterCoordinator` can run them in a worker without Python
+code of this package.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path, PurePath
 from typing import Any
 
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.data import blocks
-from flotilla.trainer.data.examples import lengths
-from flotilla.trainer.data.shards import block_index, fed_blocks
-from flotilla.trainer.data.shards.shard_store import Streaming
+from flotilla.trainer.data import blocks, fed_blocks, tfrecords
+from flotilla.trainer.data.shard_feed import Streaming
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
@@ -81,7 +82,7 @@ def training_batches(  # noqa: PLR0913
     likely. Otherwise, runs of blocks are read in random order into a buffer of `shuffle_buffer`
     examples, by default 256 MiB. Blocks are drawn from the buffer at random, and the rows of
     `blocks.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
-    the blocks (`block_index.write_index`).
+    the blocks (`tfrecords.write_index`).
 
     Sequences are padded to the longest one of the batch. With `buckets`, a batch has examples whose
     lengths fall into the same bucket.
@@ -90,10 +91,10 @@ def training_batches(  # noqa: PLR0913
         batches = _batch_from_memory(spec, files, seed, taken)
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
-        names = dict.fromkeys([*spec.roles, *(lengths.length_names(spec) if buckets else ())])
+        names = dict.fromkeys([*spec.roles, *(blocks.length_names(spec) if buckets else ())])
         windows = _shuffle(spec, [*names], files, seed + taken, shuffle_buffer)
-        if buckets and lengths.varying(spec):
-            windows = lengths.fill_batches(spec, windows, buckets, batch_size)
+        if buckets and blocks.varying(spec):
+            windows = blocks.fill_batches(spec, windows, buckets, batch_size)
         make = partial(to_keras_batch, spec)
         batches = _batch(spec, windows, make, batch_size, drop_remainder=True)
     batches = batches.prefetch(2)
@@ -144,9 +145,9 @@ def labelled_columns(
     The columns may be features that no model uses. Sequences are padded to the longest one of all
     examples, so that the outputs of all batches have the same shape.
     """
-    if lengths.varying(spec):
-        windows = read_rows(spec, files, lengths.length_names(spec))
-        spec = lengths.fix_lengths(spec, lengths.longest(spec, windows))
+    if blocks.varying(spec):
+        windows = read_rows(spec, files, blocks.length_names(spec))
+        spec = blocks.fix_lengths(spec, blocks.longest(spec, windows))
 
     def make(rows: blocks.Rows) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
         return to_keras_batch(spec, rows), complete_features(spec, columns, rows)
@@ -169,7 +170,7 @@ def _paths(files: Files) -> tf.data.Dataset:
 def fits_in_memory(spec: DatasetSpec, held: int | None = None) -> bool:
     """Return whether `train` has fixed lengths and at most `held` rows or, without it, 256 MiB."""
     most = _fitting(spec) if held is None else held
-    return spec.examples("train") <= most and not lengths.varying(spec)
+    return spec.examples("train") <= most and not blocks.varying(spec)
 
 
 def _fitting(spec: DatasetSpec) -> int:
@@ -232,7 +233,7 @@ def _shuffle(
         if isinstance(files, Streaming):
             read = fed_blocks.epoch_of_blocks(files, seed, epoch)
         else:
-            read = block_index.shuffle_blocks(paths, index, (seed, epoch))
+            read = tfrecords.shuffle_blocks(paths, index, (seed, epoch))
         with fed_blocks.allow_tensor_seed():
             return read.shuffle(_count_held(spec, held), seed=own).batch(
                 _count_blocks(spec, blocks.MIXED)
@@ -246,10 +247,10 @@ def _shuffle(
 
 def _index(files: Files) -> tf.Tensor:
     if isinstance(files, str):
-        return block_index.decode_index(
-            tf.io.read_file(str(PurePath(files).with_name(block_index.INDEX_FILE)))
+        return tfrecords.decode_index(
+            tf.io.read_file(str(PurePath(files).with_name(tfrecords.INDEX_FILE)))
         )
-    return block_index.decode_index(block_index.find_blocks([Path(path) for path in files]))
+    return tfrecords.decode_index(tfrecords.find_blocks([Path(path) for path in files]))
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
@@ -320,3 +321,78 @@ def _swap(values: tf.Tensor) -> tf.Tensor:
 
 def _one_or_all(names: Sequence[str], values: dict[str, tf.Tensor]) -> Any:
     return values[names[0]] if len(names) == 1 else {name: values[name] for name in names}
+
+
+# Minimum number of consecutive examples per read, if the split is not held in memory.
+RUN = 8
+# Runs per block. With shorter runs, a batch parses more blocks. With longer runs, rows mix less.
+_RUNS = 8
+_AT_ONCE = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByNumber:
+    """Graphs with which a worker reads examples by number.
+
+    `held` returns a dataset of one element, which is the worker's state. `read` maps this element
+    and a vector of example numbers to a batch. Reading is fastest in runs of `run` consecutive
+    examples.
+    """
+
+    held: Callable[[], tf.data.Dataset]
+    read: Callable[[Any, tf.Tensor], Any]
+    run: int
+
+
+def make_random_access(
+    spec: DatasetSpec, folder: str, *, in_memory: bool | None = None
+) -> ByNumber:
+    """Return the graphs for the training split in `folder`, a path on the worker."""
+    files = [f"{folder}/{name}" for name in spec.files("train")]
+    if fits_in_memory(spec) if in_memory is None else in_memory:
+        return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
+
+    def held() -> tf.data.Dataset:
+        path = tf.data.Dataset.from_tensors(f"{folder}/{tfrecords.INDEX_FILE}")
+        return path.map(lambda path: tfrecords.decode_index(tf.io.read_file(path)))
+
+    def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
+        return to_keras_batch(spec, _read_rows(spec, files, index, numbers))
+
+    run = max(RUN, spec.block_rows // _RUNS)
+    return ByNumber(held=held, read=read, run=run)
+
+
+def _gather(examples: Any, numbers: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda values: tf.gather(values, numbers), examples)
+
+
+def _read_rows(
+    spec: DatasetSpec, files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor
+) -> blocks.Rows:
+    shards, size = spec.shards["train"], spec.block_rows
+    ends = tf.constant([*accumulate(shards, initial=0)], tf.int64)
+    block_ends = tf.constant(
+        [*accumulate((-(-rows // size) for rows in shards), initial=0)], tf.int64
+    )
+    shard = tf.searchsorted(ends, numbers, side="right") - 1
+    within = numbers - tf.gather(ends, shard)
+    block, place = tf.unique(tf.gather(block_ends, shard) + within // size, tf.int64)
+    of = tf.searchsorted(block_ends, block, side="right") - 1
+    before = (block - tf.gather(block_ends, of)) * size
+    rows = tf.minimum(tf.gather(tf.constant(shards, tf.int64), of) - before, size)
+    read = _read_blocks(
+        tf.gather(tf.constant(list(files)), of), tf.gather(index[:, tfrecords.OFFSET], block)
+    )
+    found = blocks.parse_blocks({name: spec.features[name] for name in spec.roles}, read)
+    first = tf.cumsum(rows, exclusive=True)
+    return blocks.gather_rows(found, tf.gather(first, place) + within % size)
+
+
+def _read_blocks(names: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
+    def read(name: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
+        return tfrecords.read_blocks(name, offset).take(1).get_single_element()
+
+    found = tf.data.Dataset.from_tensor_slices((names, offsets))
+    found = found.map(read, num_parallel_calls=_AT_ONCE)
+    return found.batch(tf.size(offsets, tf.int64)).get_single_element()

@@ -22,7 +22,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer.embeddings.hashes import FINGERPRINTS, strip_spaces
-from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
+from flotilla.trainer.features.statistics.words import LETTER, PUNCTUATION
 
 # A noncharacter of Unicode, which no text contains.
 _NO_TEXT = "\uffff"

@@ -23,7 +23,7 @@ from flotilla.trainer.features.statistics.statistics import (
     FeatureStatistics,
     Learnt,
 )
-from flotilla.trainer.features.statistics.word_patterns import is_letter
+from flotilla.trainer.features.statistics.words import is_letter
 from flotilla.trainer.models.preprocessing import Normalization, Vocabulary, Words
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 

@@ -18,16 +18,15 @@ import pyarrow as pa
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.data import listing
-from flotilla.trainer.data.files import column_scan, written_numbers
+from flotilla.trainer.data.files import column_scan, text_values
 from flotilla.trainer.data.files.file_pieces import (
     FilePieces,
     choose_reader,
     one_format,
     select_pieces,
 )
-from flotilla.trainer.data.files.formats.decompression import is_compressed, open_text
 from flotilla.trainer.data.files.formats.delimited import CsvReader
-from flotilla.trainer.data.files.formats.raw_rows import Piece
+from flotilla.trainer.data.files.formats.raw_rows import Piece, is_compressed, open_text
 from flotilla.trainer.data.files.labels import read_label
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.data.roles import LABELS, format_names
@@ -185,7 +184,7 @@ class Rows:
             return (
                 choice.SEQUENCE if is_ordered or choice.is_series(*scan.shapes) else choice.TENSOR
             )
-        written = written_numbers.find_kind(scan.writing, texts=scan.kinds.get("text", 0))
+        written = text_values.find_kind(scan.writing, texts=scan.kinds.get("text", 0))
         if written or (kinds and kinds <= {"int", "float", "huge", "bool", "time"}):
             return choice.NUMBER
         return choice.CATEGORY if are_repeated(len(scan.values), self.count) else choice.FREE_TEXT
@@ -196,9 +195,9 @@ class Rows:
         for name in names:
             scan = self.columns[name]
             texts, whole = scan.kinds.get("text", 0), scan.kinds.get("int", 0)
-            kind = written_numbers.find_kind(scan.writing, texts=texts, whole=whole)
-            units = written_numbers.list_units(scan.writing)
-            per_cent = written_numbers.has_per_cent(scan.writing, plain=bool(whole))
+            kind = text_values.find_kind(scan.writing, texts=texts, whole=whole)
+            units = text_values.list_units(scan.writing)
+            per_cent = text_values.has_per_cent(scan.writing, plain=bool(whole))
             is_mixed = len(units) > 1 or per_cent
             is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
             if kind and is_all and not is_mixed:
@@ -210,7 +209,7 @@ class Rows:
         scan = self.columns[name]
         texts, writing = scan.kinds.get("text", 0), scan.writing
         is_time = texts and texts in (writing.get("date"), writing.get("clock"))
-        return bool(is_time or written_numbers.find_kind(writing, texts=texts))
+        return bool(is_time or text_values.find_kind(writing, texts=texts))
 
     def read_classes(self, label: str, kind: str) -> Sequence[str]:
         """Return the class names of a label with the configured type `kind`, or none."""

@@ -18,13 +18,13 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data import listing, prepare
 from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.builders.builder_source import BuilderSource
+from flotilla.trainer.data.builders.datasets import BuilderSource
 from flotilla.trainer.data.columns import Columns
-from flotilla.trainer.data.examples.mapped import MappedSource, source_config
 from flotilla.trainer.data.files.file_source import FileSource
 from flotilla.trainer.data.files.formats.raw_rows import Broken, Piece, Reader, Rows
 from flotilla.trainer.data.files.scan import Scan
 from flotilla.trainer.data.listing import Listing
+from flotilla.trainer.data.mapped import MappedSource, source_config
 from flotilla.trainer.data.roles import ColumnRoles
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION

@@ -34,9 +34,8 @@ from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, find_topology
-from flotilla.trainer.data.random_access import make_random_access
-from flotilla.trainer.data.read import evaluation_batches, training_batches
-from flotilla.trainer.data.shards.shard_store import Streaming
+from flotilla.trainer.data.read import evaluation_batches, make_random_access, training_batches
+from flotilla.trainer.data.shard_feed import Streaming
 from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.evaluation.signature import find_positive
 from flotilla.trainer.features.dataset_spec import DatasetSpec, require_buckets

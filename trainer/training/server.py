@@ -19,16 +19,16 @@ from flotilla.trainer.cluster.process import gpu_count, list_gpu_limits
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.data.read import fits_in_memory, stage_shards
-from flotilla.trainer.data.shards.block_index import write_index
-from flotilla.trainer.data.shards.shard_feed import ShardFeed
-from flotilla.trainer.data.shards.shard_store import (
+from flotilla.trainer.data.shard_feed import (
     TRAIN,
     VALIDATION,
+    ShardFeed,
     Streaming,
     part_range,
     plan_streaming,
     shuffle_shards,
 )
+from flotilla.trainer.data.tfrecords import write_index
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 

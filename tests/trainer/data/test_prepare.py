@@ -23,7 +23,7 @@ from sklearn.datasets import load_digits
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import prepare as module
-from flotilla.trainer.data.builders import builder_source
+from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
 from flotilla.trainer.data.read import (
     evaluation_batches,
@@ -130,7 +130,7 @@ def fingerprint_of(crcs):
 def test_it_is_reused(own_digits, monkeypatch):
     published, again = own_digits
     before = {path: path.stat().st_mtime_ns for path in published.iterdir()}
-    monkeypatch.setattr(builder_source, "download", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(datasets, "download", lambda *_: pytest.fail("prepared again"))
     found = again()
     assert found.reused
     assert found.uri == storage.uri_of(published)
@@ -217,7 +217,7 @@ def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch)
     def fail(*_, **_options):
         raise UserError("no network")
 
-    monkeypatch.setattr(builder_source, "download", fail)
+    monkeypatch.setattr(datasets, "download", fail)
     with pytest.raises(UserError, match="no network"):
         again()
     assert (published / "MANIFEST.json").exists()

@@ -11,7 +11,7 @@ import tensorflow_datasets as tfds
 from PIL import Image
 
 from flotilla.trainer import storage
-from flotilla.trainer.data.builders import builder_source
+from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.read import (
     evaluation_batches,
     labelled_columns,
@@ -21,7 +21,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data import made_builders as builders
 
-HERE = "tests.trainer.data.examples.mapping"
+HERE = "tests.trainer.data.mapping"
 
 
 def test_texts_of_tfds_become_sequences(prepared, contents):
@@ -58,7 +58,7 @@ def test_too_few_are_left_for_the_shards(prepared):
 def test_other_processes_call_the_function_as_well(prepared, contents, monkeypatch):
     options = {"map": f"{HERE}:letters", "shapes": {"letters": (0,)}}
     alone = prepared("Pictures", **options)
-    monkeypatch.setattr(builder_source, "PART_BYTES", 4000)
+    monkeypatch.setattr(datasets, "PART_BYTES", 4000)
     several = prepared("Pictures", **options, runner={"processes": 2}, seed=1)
     first, second = contents(alone, "test"), contents(several, "test")
     for name, values in first.items():

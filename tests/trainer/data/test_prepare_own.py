@@ -13,7 +13,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import features
 from flotilla.trainer.data.blocks import parse_blocks
-from flotilla.trainer.data.builders import batches, builder_source, datasets
+from flotilla.trainer.data.builders import batches, datasets
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
@@ -167,7 +167,7 @@ def test_each_shard_has_some_of_everything(prepared):
 
 
 def test_a_variable_image_is_refused_before_it_is_made(prepared, monkeypatch):
-    monkeypatch.setattr(builder_source, "download", lambda *_: pytest.fail("downloaded"))
+    monkeypatch.setattr(datasets, "download", lambda *_: pytest.fail("downloaded"))
     assert "the shape of 'picture'" in refusal(prepared, "VariableImage")
 
 

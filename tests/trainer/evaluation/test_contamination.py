@@ -202,7 +202,7 @@ def test_a_model_that_was_trained_on_its_own_test_examples_is_named(tmp_path):
 
 
 def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
-    monkeypatch.setattr("flotilla.trainer.features.statistics.sampling.MOST_HASHES", 500)
+    monkeypatch.setattr("flotilla.trainer.features.statistics.one_pass.MOST_HASHES", 500)
     rows = customers(20_000)
     ours, theirs = drawn(rows), drawn(rows, seed=1)
     before = dataset(tmp_path / "before", rows, theirs)

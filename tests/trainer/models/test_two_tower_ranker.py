@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from clicks_large import Clickstream
-from flotilla.trainer.tasks.recommendation import Recommendation
 
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import ModelConfig
@@ -17,6 +16,7 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks.objective import Objective
+from flotilla.trainer.tasks.recommendation import Recommendation
 from tests.trainer.plain import build_step
 from tests.trainer.tasks.measuring import InParts, target
 

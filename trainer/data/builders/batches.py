@@ -11,9 +11,8 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from flotilla.trainer.data.builders import datasets
-from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.features import Fit, Selection
 from flotilla.trainer.data.images import UndecodableError, resize, stored_image
-from flotilla.trainer.data.shapes import Fit
 from flotilla.trainer.data.source import Part
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name

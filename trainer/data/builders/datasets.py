@@ -1,18 +1,30 @@
-"""Find a dataset's builder: an embedded or a TFDS builder, or a user's `package.module:Builder`."""
+"""Find a dataset's builder, and read it as a source.
+
+A builder is embedded, from TFDS, or a user's `package.module:Builder`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
 import re
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow_datasets as tfds
+from numpy.typing import NDArray
 from tensorflow_datasets.core.dataset_builder import FileReaderBuilder
 
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import features
+from flotilla.trainer.data.builders.download import download
+from flotilla.trainer.data.features import Selection
+from flotilla.trainer.data.preparation.beam import pipeline_options
+from flotilla.trainer.data.source import Batch, Part, Source
+from flotilla.trainer.data.splits import plan
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 
@@ -127,3 +139,119 @@ def _refusal(config: DataConfig, error: Exception) -> str:
     value = config.version if key == "data.version" else config.dataset
     place = user_code.find_place(error)
     return f"{key}: {value}: {type(error).__name__}: {reason}{f' ({place})' if place else ''}"
+
+
+PART_BYTES = 64 << 20
+
+
+class BuilderSource(Source):
+    """The dataset named by `data.dataset`. TFDS stores its files in `data_dir`."""
+
+    def __init__(self, config: DataConfig, data_dir: Path) -> None:
+        """Find the builder. Raises `ConfigError`."""
+        self._config = config
+        self._data_dir = data_dir
+        self.name = config.dataset
+        self.identity = {"version": str(self._builder.version)} | content(self._builder)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Omit the builder from the pickle. Each process creates it from the configuration."""
+        return {name: value for name, value in vars(self).items() if name != "_builder"}
+
+    @cached_property
+    def _builder(self) -> Any:
+        return builder(self._config, self._data_dir)
+
+    def select(self) -> Selection:
+        """Return the selected features, from the builder's metadata."""
+        return features.select(self._config, self._builder.info)
+
+    def fetch(self) -> None:
+        """Download and prepare the dataset. Raises `UserError`."""
+        quicken(self.select().connectors.values())
+        if is_folder(self._builder) or is_drawn(self._builder):
+            return
+        runner = self._config.runner
+        is_beam = isinstance(self._builder, tfds.core.BeamBasedBuilder)
+        options = pipeline_options(runner) if is_beam or runner.name == "beam" else None
+        download(self.name, self._builder, self._config.manual_dir, beam_options=options)
+
+    def parts(self) -> Sequence[Part]:
+        """Return the parts. Each part is a range of a split."""
+        selection = self.select()
+        size = max(1, PART_BYTES // max(1, selection.example_bytes))
+        ranges = [
+            (origin, first, min(first + size, len(targets)))
+            for origin, targets in self._plan().items()
+            for first in range(0, len(targets), size)
+        ]
+        return [
+            Part(number=number, origin=origin, where={"first": first, "end": end})
+            for number, (origin, first, end) in enumerate(ranges)
+        ]
+
+    @property
+    def total(self) -> int:
+        """The number of examples in the splits that are used."""
+        return sum(map(len, self._plan().values()))
+
+    def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
+        """Yield the examples of a part."""
+        splits = self._plan()[part.origin]
+        at = part.where["first"]
+        for columns in self._batches(selection, part):
+            # Count the values of any column, because examples for `data.map` have no targets.
+            count = len(next(iter(columns.values())))
+            yield Batch(columns=columns, splits=splits[at : at + count])
+            at += count
+
+    def _batches(self, selection: Selection, part: Part) -> Iterator[dict[str, Any]]:
+        if is_drawn(self._builder):
+            for columns in self._builder.columns(
+                part.origin, part.where["first"], part.where["end"]
+            ):
+                yield {name: columns[name] for name in selection.specs}
+            return
+        from flotilla.trainer.data.builders.batches import batches  # noqa: PLC0415
+
+        yield from batches(self.name, self._builder, selection, part)
+
+    def _plan(self) -> dict[str, NDArray[np.int8]]:
+        if is_drawn(self._builder):
+            sizes = dict(self._builder.sizes)
+        else:
+            sizes = {name: split.num_examples for name, split in self._builder.info.splits.items()}
+        config = self._config
+        return plan(self.name, sizes, validation=config.validation, seed=config.seed)
+
+
+def quicken(connectors: Iterable[Any]) -> None:
+    """Make TFDS image features encode uint8 arrays by `encode_png`.
+
+    TFDS would call TensorFlow for each image. It still encodes other values.
+    """
+    # Import the module only here, because it loads TensorFlow.
+    from flotilla.trainer.data import images  # noqa: PLC0415
+
+    for connector in connectors:
+        # Compare exact types, because a subclass may encode in another way.
+        if (
+            type(connector) is tfds.features.Image
+            and connector.encoding_format in {None, "png"}
+            and connector.np_dtype == np.uint8
+            and len(connector.shape) == len(("height", "width", "channels"))
+            and connector.shape[-1] in images.MODES
+            and None not in connector.shape
+        ):
+            connector.encode_example = _quick(connector, images.encode_png)
+
+
+def _quick(connector: Any, encode: Callable[[NDArray[np.uint8]], bytes]) -> Callable[[Any], Any]:
+    slow = connector.encode_example
+
+    def encode_example(value: Any) -> Any:
+        is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+        fits = is_bytes and value.shape == connector.shape
+        return slow(encode(value) if fits else value)
+
+    return encode_example

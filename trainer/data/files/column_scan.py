@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.text_values import LIST, parse_numbers
 
 #: Maximum number of classes of a label.
@@ -216,7 +216,7 @@ class ColumnScan:
         if left.any():
             self._count("text", int(texts.counts[left].sum()))
             others = texts.values.filter(pa.array(left))
-            self.writing += written_numbers.count_writing(others, texts.counts[left])
+            self.writing += text_values.count_writing(others, texts.counts[left])
             if len(self.texts) < _NAMED:
                 rows = np.flatnonzero(left if texts.places is None else left[texts.places])
                 rows = rows[: _NAMED - len(self.texts)]

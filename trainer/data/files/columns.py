@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
-from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, NUMBERS, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
 from flotilla.trainer.data.files.pictures import make_spec
-from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
+from flotilla.trainer.data.files.text_values import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 _FEWEST_IDS = 2
@@ -226,9 +226,9 @@ def _check_said(name: str, said: str, scan: ColumnScan) -> None:
 
 
 def _unit(name: str, scan: ColumnScan) -> str:
-    units = written_numbers.list_units(scan.writing)
+    units = text_values.list_units(scan.writing)
     plain = scan.lowest <= scan.highest and (scan.lowest or scan.highest)
-    if written_numbers.has_per_cent(scan.writing, plain=bool(plain)):
+    if text_values.has_per_cent(scan.writing, plain=bool(plain)):
         raise UserError(
             f"data.types: {name!r} has numbers with and without a percent sign; write all of them "
             "with the sign, or all without it, in the files or with data.map"
@@ -272,7 +272,7 @@ def _infer_format(scan: ColumnScan) -> str:
     texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *NUMBERS))
     whole += huge
     others = sum(scan.kinds.values()) - texts - whole - fractions
-    return written_numbers.find_kind(
+    return text_values.find_kind(
         scan.writing, texts=texts, whole=whole, fractions=fractions, others=others
     )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
 from flotilla.trainer.data.columns import Column, make_column
-from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, is_list, is_text
 from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.labels import class_ids
@@ -145,7 +145,7 @@ def _parse(kind: str, short: pa.Array, unit: str) -> Numbers:
     if kind == "int":
         values, bad = text_values.ints(short)
     else:
-        values, bad = written_numbers.numbers(kind, short, unit)
+        values, bad = text_values.formatted_numbers(kind, short, unit)
     if not bad.any():
         return Numbers(values, bad, bad)
     missing = text_values.is_missing(short).to_numpy(zero_copy_only=False)

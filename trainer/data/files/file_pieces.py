@@ -20,17 +20,15 @@ import pyarrow as pa
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import FORMATS, DataConfig, SplitsConfig
-from flotilla.trainer.data.files.formats.arrays import NpzReader
 from flotilla.trainer.data.files.formats.class_folders import (
     ImageFilesReader,
     shuffle_files,
     split_folders,
 )
-from flotilla.trainer.data.files.formats.columnar import ParquetReader
-from flotilla.trainer.data.files.formats.decompression import bare_name
+from flotilla.trainer.data.files.formats.columnar import NpzReader, ParquetReader
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.json_lines import JsonReader
-from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows, bare_name
 from flotilla.trainer.data.listing import Listing, require_listed
 from flotilla.trainer.data.roles import LABELS, ColumnRoles, assign
 from flotilla.trainer.data.splits import split_of_folder

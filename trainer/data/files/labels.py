@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from flotilla.trainer.data.files import text_values, written_numbers
+from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import NUMBERS, ColumnScan
-from flotilla.trainer.data.files.written_numbers import NEARLY_ALL
+from flotilla.trainer.data.files.text_values import NEARLY_ALL
 from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
@@ -147,8 +147,8 @@ def _pairs(groups: Sequence[Sequence[str]]) -> str:
 
 def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
     texts = [text for each in spellings.by_key.values() for text in each]
-    writing = written_numbers.count_writing(pa.array(texts))
-    kind = written_numbers.find_kind(writing, texts=len(texts))
+    writing = text_values.count_writing(pa.array(texts))
+    kind = text_values.find_kind(writing, texts=len(texts))
     if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
         yield (
             f"the label {name!r} has dates or times of day, such as {texts[0]!r}, and is read as "
@@ -160,7 +160,7 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
     ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
     # `3 doors` may be a class, but a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
-    if not few or written_numbers.is_amount(writing):
+    if not few or text_values.is_amount(writing):
         raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
     yield f"{says}, and is read as classes; {ways}, or {{{name}: class}} if they are classes"
 

@@ -1,4 +1,7 @@
-"""Counts words and pairs of consecutive words, each once per text, in Arrow arrays."""
+"""Count words and pairs of consecutive words, each once per text, in Arrow arrays.
+
+Models share the patterns that split texts into words.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from flotilla.trainer.features.statistics.one_pass import Counted
-from flotilla.trainer.features.statistics.word_patterns import LETTER, PUNCTUATION
 
 _NOT_UTF8 = re.compile(r"\S*\ufffd\S*")
 # Size of the parts into which the texts are divided, in bytes.
@@ -73,3 +75,18 @@ def _count_rows(
     found = np.unique(rows * max(1, number) + ids)
     weights = counts[found // max(1, number)]
     return np.bincount(found % max(1, number), weights, number).astype(np.int64)
+
+
+#: Punctuation that Keras's TextVectorization strips by default.
+PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
+#: Letters of scripts without spaces: Thai, Lao, Burmese, Khmer, kana, Chinese.
+LETTERS = (
+    ("\u0e00", "\u0eff"), ("\u1000", "\u109f"), ("\u1780", "\u17ff"), ("\u3040", "\u30ff"),
+    ("\u3400", "\u9fff"), ("\uf900", "\ufaff"), ("\U00020000", "\U0003ffff"),
+)  # fmt: skip
+LETTER = f"([{''.join(f'{first}-{last}' for first, last in LETTERS)}])"
+
+
+def is_letter(text: str) -> bool:
+    """Return whether a text begins with a letter of a script without spaces."""
+    return bool(re.match(LETTER, text))

@@ -67,7 +67,7 @@ def test_a_builder_that_uses_beam_is_run_by_it(root, scratch, contents):
 def test_examples_of_a_function_are_mapped_by_beam(root, scratch):
     config = DataConfig(
         dataset="tests.trainer.data.made_builders:Small",
-        map="tests.trainer.data.examples.mapping:odd_ones_left_out",
+        map="tests.trainer.data.mapping:odd_ones_left_out",
         shards=2,
     )
     alone = prepare(config, root, scratch)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flotilla.trainer.features.statistics.word_patterns import PUNCTUATION, is_letter
+from flotilla.trainer.features.statistics.words import PUNCTUATION, is_letter
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flotilla.trainer.data.files import text_values
-from flotilla.trainer.data.files.formats.decompression import open_text
+from flotilla.trainer.data.files.formats.raw_rows import open_text
 from flotilla.trainer.data.files.text_values import NUMBER
 from flotilla.trainer.runtime.errors import UserError
 

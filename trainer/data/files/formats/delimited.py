@@ -19,8 +19,16 @@ import pyarrow.compute as pc
 import pyarrow.csv as arrow_csv
 
 from flotilla.trainer.data.files.formats.csv_layout import CsvLayout, detect_layout
-from flotilla.trainer.data.files.formats.decompression import is_whole, open_text, position
-from flotilla.trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from flotilla.trainer.data.files.formats.raw_rows import (
+    END,
+    Broken,
+    Piece,
+    Reader,
+    Rows,
+    is_whole,
+    open_text,
+    position,
+)
 from flotilla.trainer.runtime.errors import UserError
 
 _HEAD = 1 << 20

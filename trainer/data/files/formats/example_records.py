@@ -11,8 +11,14 @@ from typing import Any
 import pyarrow as pa
 import tensorflow as tf
 
-from flotilla.trainer.data.files.formats.decompression import open_file
-from flotilla.trainer.data.files.formats.raw_rows import END, OnOpen, Piece, Record, RecordReader
+from flotilla.trainer.data.files.formats.raw_rows import (
+    END,
+    OnOpen,
+    Piece,
+    Record,
+    RecordReader,
+    open_file,
+)
 from flotilla.trainer.data.tfrecords import DamagedError, records
 from flotilla.trainer.runtime.errors import UserError
 

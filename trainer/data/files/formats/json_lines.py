@@ -17,8 +17,15 @@ from typing import IO, Any
 import pyarrow as pa
 
 from flotilla.trainer.data.files import text_values
-from flotilla.trainer.data.files.formats.decompression import is_whole, open_text
-from flotilla.trainer.data.files.formats.raw_rows import END, OnOpen, Piece, Record, RecordReader
+from flotilla.trainer.data.files.formats.raw_rows import (
+    END,
+    OnOpen,
+    Piece,
+    Record,
+    RecordReader,
+    is_whole,
+    open_text,
+)
 from flotilla.trainer.runtime.errors import UserError
 
 _BOM = b"\xef\xbb\xbf"

@@ -116,7 +116,7 @@ def test_compressed_files(tmp_path: Path) -> None:
 def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flotilla.trainer.data.files.formats.decompression.FREE_BYTES", 1 << 16)
+    monkeypatch.setattr("flotilla.trainer.data.files.formats.raw_rows.FREE_BYTES", 1 << 16)
     bomb = file(tmp_path, gzip.compress(b"a,b\n" + b"1,2\n" * 200_000), "a.csv.gz")
     assert "expands to more than 200 times its size" in refusal(bomb)
     whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))

@@ -24,9 +24,7 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageCo
 from flotilla.trainer.data import images
 from flotilla.trainer.data.builders.batches import fit_value
 from flotilla.trainer.data.columns import make_column, make_rows, numpy_type
-from flotilla.trainer.data.features import DEFAULT_LABEL, Selection, choose
-from flotilla.trainer.data.png import encode
-from flotilla.trainer.data.shapes import Fit, Leaf
+from flotilla.trainer.data.features import DEFAULT_LABEL, Fit, Leaf, Selection, choose
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -418,7 +416,7 @@ def _store_image(name: str, value: Value, spec: FeatureSpec) -> bytes:
             f"returns {name!r} as {get_dtype(value)} with shape {value.shape}; return the bytes of "
             f"an image file, or a uint8 array of shape (height, width, {spec.shape[-1]})"
         )
-    return encode(pixels)
+    return images.encode_png(pixels)
 
 
 @lru_cache(maxsize=16)

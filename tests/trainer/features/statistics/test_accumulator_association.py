@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from flotilla.trainer.features.statistics import association
-from flotilla.trainer.features.statistics.association import measure_association
+from flotilla.trainer.features.statistics import accumulator
+from flotilla.trainer.features.statistics.accumulator import measure_association
 
 RANDOM = np.random.default_rng(0)
 NUMBERS = RANDOM.normal(size=2000)
@@ -70,4 +70,4 @@ def test_a_constant_says_nothing(kinds):
 
 def test_equal_values_have_the_mean_of_their_ranks():
     values = np.array([3.0, -1.0, 3.0, 0.0, 3.0, 0.0])
-    assert association._ranks(values).tolist() == stats.rankdata(values).tolist()
+    assert accumulator._ranks(values).tolist() == stats.rankdata(values).tolist()

@@ -10,9 +10,9 @@ import tensorflow_datasets as tfds
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data import blocks
 from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
-from flotilla.trainer.data.examples import lengths
 from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
 from flotilla.trainer.data.read import (
     evaluation_batches,
@@ -45,8 +45,8 @@ def read_back(feature, values):
     length = FeatureSpec(shape=(), dtype="int64", stored="int")
     features = {"x": replace(feature, shape=(None, *feature.shape[1:])), "x_length": length}
     table = make_table(features, make_columns(features, {"x": values}))
-    blocks = list(encode_blocks(features, table, 2))
-    return complete({"x": feature}, parse_blocks({"x": feature}, tf.constant(blocks)))["x"]
+    records = list(encode_blocks(features, table, 2))
+    return complete({"x": feature}, parse_blocks({"x": feature}, tf.constant(records)))["x"]
 
 
 @pytest.mark.parametrize("dtype", [*NUMBERS, "string"])
@@ -193,8 +193,8 @@ def test_evaluation_has_one_length(sentences):
 
 def test_the_longest(sentences):
     spec, files = sentences
-    windows = read_rows(spec, files, lengths.length_names(spec))
-    assert lengths.longest(spec, windows) == {"tokens": 6, "tags": 6}
+    windows = read_rows(spec, files, blocks.length_names(spec))
+    assert blocks.longest(spec, windows) == {"tokens": 6, "tags": 6}
 
 
 @pytest.mark.parametrize(

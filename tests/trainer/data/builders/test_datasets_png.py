@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from flotilla.trainer.data import png
+from flotilla.trainer.data import images as module
+from flotilla.trainer.data.builders import datasets
+from flotilla.trainer.data.images import encode_png
 
 
 def picture(*shape, seed=0):
@@ -26,13 +28,13 @@ def picture(*shape, seed=0):
 )
 def test_tensorflow_reads_the_same_pixels(height, width, channels, seed):
     image = picture(height, width, channels, seed=seed)
-    np.testing.assert_array_equal(tf.io.decode_png(png.encode(image)).numpy(), image)
+    np.testing.assert_array_equal(tf.io.decode_png(encode_png(image)).numpy(), image)
 
 
 @pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB"), (4, "RGBA")])
 def test_others_read_the_same_pixels(channels, mode):
     image = picture(5, 7, channels)
-    with Image.open(io.BytesIO(png.encode(image))) as found:
+    with Image.open(io.BytesIO(encode_png(image))) as found:
         found.load()
         assert (found.format, found.mode) == ("PNG", mode)
         np.testing.assert_array_equal(np.asarray(found).reshape(image.shape), image)
@@ -40,21 +42,21 @@ def test_others_read_the_same_pixels(channels, mode):
 
 def test_an_image_that_is_no_copy_of_its_own():
     image = picture(8, 6, 3)[::2, ::-1]
-    np.testing.assert_array_equal(tf.io.decode_png(png.encode(image)).numpy(), image)
+    np.testing.assert_array_equal(tf.io.decode_png(encode_png(image)).numpy(), image)
 
 
 @pytest.fixture
 def encoded(monkeypatch):
     """Return the images that the fast encoder was called with."""
     images = []
-    encode = png.encode
-    monkeypatch.setattr(png, "encode", lambda image: images.append(image) or encode(image))
+    encode = encode_png
+    monkeypatch.setattr(module, "encode_png", lambda each: images.append(each) or encode(each))
     return images
 
 
 def quickened(**options):
     feature = tfds.features.Image(**options)
-    png.quicken([tfds.features.Text(), feature])
+    datasets.quicken([tfds.features.Text(), feature])
     return feature
 
 
@@ -89,7 +91,7 @@ def test_a_subclass_is_left_alone(encoded):
             return b"own"
 
     feature = Own(shape=(4, 5, 3))
-    png.quicken([feature])
+    datasets.quicken([feature])
     assert feature.encode_example(picture(4, 5, 3)) == b"own"
     assert not encoded
 
@@ -97,7 +99,7 @@ def test_a_subclass_is_left_alone(encoded):
 @pytest.mark.parametrize("kind", ["path", "bytes", "file", "pil"])
 def test_other_values_go_the_other_way(encoded, tmp_path, kind):
     image = picture(4, 5, 3)
-    data = png.encode(image)
+    data = encode_png(image)
     encoded.clear()
     (tmp_path / "image.png").write_bytes(data)
     value = {

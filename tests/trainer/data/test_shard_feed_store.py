@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.shards.shard_store import (
+from flotilla.trainer.data.shard_feed import (
     AT_ONCE,
     ShardStore,
     part_range,

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.config.data import ImageConfig
-from flotilla.trainer.data.files.formats import arrays
-from flotilla.trainer.data.files.formats.arrays import NpzReader
+from flotilla.trainer.data.files.formats import columnar
+from flotilla.trainer.data.files.formats.columnar import NpzReader
 from flotilla.trainer.data.files.formats.raw_rows import END, Piece
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.runtime.errors import UserError
@@ -76,7 +76,7 @@ def test_bytes_of_the_shape_of_images_are_images(write, shape):
 def test_pieces_and_blocks_are_the_rows_in_their_order(write, save, monkeypatch):
     values = np.arange(1000).reshape(100, 10)
     path = write(save, x=values, y=np.arange(100), z=np.asfortranarray(values))
-    monkeypatch.setattr(arrays, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(columnar, "BLOCK_BYTES", 1000)
     pieces = [Piece(0, *each) for each in NpzReader().cut(path, 5000)]
     assert [pieces[0].start, pieces[-1].stop] == [0, END]
     assert len(pieces) > 2
@@ -144,6 +144,6 @@ def test_what_is_no_table_is_one_line(tmp_path, given, words):
 
 
 def test_a_bomb_is_one_line(write, monkeypatch):
-    monkeypatch.setattr(arrays, "FREE_BYTES", 1 << 20)
+    monkeypatch.setattr(columnar, "FREE_BYTES", 1 << 20)
     with pytest.raises(UserError, match="expands to more than 200 times its size"):
         read(write(np.savez_compressed, a=np.zeros(1 << 20)))

@@ -7,8 +7,7 @@ import random
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.data.random_access import RUN, make_random_access
-from flotilla.trainer.data.read import evaluation_batches
+from flotilla.trainer.data.read import RUN, evaluation_batches, make_random_access
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import tensorflow as tf
 
 from flotilla.trainer.data.blocks import slice_windows
-from flotilla.trainer.data.shards.shard_store import (
+from flotilla.trainer.data.shard_feed import (
     ASK,
     FAILED,
     FOLDER,

@@ -12,7 +12,10 @@ from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
 from flotilla.trainer.data.builders import batches, datasets
 from flotilla.trainer.data.builders.download import download
 from flotilla.trainer.data.columns import make_columns, make_table
-from flotilla.trainer.data.examples.mapped import (
+from flotilla.trainer.data.features import Selection, select
+from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.images import encode_png as png
+from flotilla.trainer.data.mapped import (
     MappedSource,
     UnsuitableError,
     convert_value,
@@ -23,9 +26,6 @@ from flotilla.trainer.data.examples.mapped import (
     source_config,
     store_value,
 )
-from flotilla.trainer.data.features import Selection, select
-from flotilla.trainer.data.files.file_source import FileSource
-from flotilla.trainer.data.png import encode as png
 from flotilla.trainer.data.prepare import dataset_key
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -33,7 +33,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import listed
 
 EXAMPLES, PARTS, BATCH = 320, 2, 50
-HERE = "tests.trainer.data.examples.mapping"
+HERE = "tests.trainer.data.mapping"
 
 
 class Numbers(Source):

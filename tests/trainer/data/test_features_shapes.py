@@ -9,8 +9,7 @@ import tensorflow_datasets as tfds
 
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.builders.batches import fit_value
-from flotilla.trainer.data.features import select
-from flotilla.trainer.data.shapes import Fit
+from flotilla.trainer.data.features import Fit, select
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING
-from flotilla.trainer.data.files import written_numbers
+from flotilla.trainer.data.files import text_values
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.files.sources import opened
 
@@ -19,7 +19,7 @@ NEITHER = "neither"
 
 
 def read(kind: str, text: str, unit: str = "") -> float | None:
-    values, bad = written_numbers.numbers(kind, pa.array([text]), unit)
+    values, bad = text_values.formatted_numbers(kind, pa.array([text]), unit)
     return None if bad[0] else float(values[0])
 
 
@@ -53,8 +53,8 @@ def test_each_reading_takes_what_it_means(text, point, comma):
     ],
 )  # fmt: skip
 def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
-    writing = written_numbers.count_writing(pa.array([text]))
-    assert written_numbers.list_units(writing) == [unit]
+    writing = text_values.count_writing(pa.array([text]))
+    assert text_values.list_units(writing) == [unit]
     value = -5 if "-" in text or "(" in text else 5
     assert read("number", text, unit) == value
     assert read("number", text) is None
@@ -71,16 +71,16 @@ def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
     ],
 )  # fmt: skip
 def test_a_column_asks_for_the_reading_that_takes_nearly_all(texts, kind):
-    writing = written_numbers.count_writing(pa.array(texts))
-    assert written_numbers.find_kind(writing, texts=len(texts)) == kind
+    writing = text_values.count_writing(pa.array(texts))
+    assert text_values.find_kind(writing, texts=len(texts)) == kind
 
 
 def test_plain_numbers_count_and_others_do_not():
-    writing = written_numbers.count_writing(pa.array(["1,5"] * 2))
-    assert written_numbers.find_kind(writing, texts=2, whole=8) == "number_comma"
-    assert not written_numbers.find_kind(writing, texts=2, whole=8, others=2)
-    assert not written_numbers.find_kind(writing, texts=4, whole=80)
-    assert not written_numbers.find_kind({}, texts=0, whole=80)
+    writing = text_values.count_writing(pa.array(["1,5"] * 2))
+    assert text_values.find_kind(writing, texts=2, whole=8) == "number_comma"
+    assert not text_values.find_kind(writing, texts=2, whole=8, others=2)
+    assert not text_values.find_kind(writing, texts=4, whole=80)
+    assert not text_values.find_kind({}, texts=0, whole=80)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_plain_numbers_count_and_others_do_not():
     ["31/12/2025", "12/31/25 10:30", "31.12.2025", "31-Dec-2025", "Dec 31, 2025", "5 May 2025"],
 )
 def test_dates_are_counted(text):
-    assert written_numbers.count_writing(pa.array([text]))["date"] == 1
+    assert text_values.count_writing(pa.array([text]))["date"] == 1
 
 
 @settings(max_examples=30)
@@ -107,7 +107,7 @@ def test_what_a_spreadsheet_writes_is_read_back(number):
 @given(st.lists(st.text(max_size=20), min_size=1, max_size=20))
 def test_no_text_breaks_it(texts):
     for kind in NUMBERS_IN_WRITING:
-        values, bad = written_numbers.numbers(kind, pa.array(texts), "")
+        values, bad = text_values.formatted_numbers(kind, pa.array(texts), "")
         assert (bad | ~np.isnan(values)).all()
 
 
@@ -150,6 +150,6 @@ def test_texts_of_ascii_are_read_as_all_others_are(monkeypatch):
         "3 May 2024",
         "7:30",
     ]
-    found = written_numbers.count_writing(pa.array(texts))
-    monkeypatch.setattr(written_numbers, "_is_ascii", lambda _array: False)
-    assert found == written_numbers.count_writing(pa.array(texts))
+    found = text_values.count_writing(pa.array(texts))
+    monkeypatch.setattr(text_values, "_is_ascii", lambda _array: False)
+    assert found == text_values.count_writing(pa.array(texts))

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from flotilla.trainer.features.statistics import sampling
+from flotilla.trainer.features.statistics import one_pass
 from flotilla.trainer.features.statistics.hashing import hashes
-from flotilla.trainer.features.statistics.sampling import Hashes, Sample
+from flotilla.trainer.features.statistics.one_pass import Hashes, Sample
 
 
 def sampled(values, seed):
@@ -22,7 +22,7 @@ def test_few_examples_are_all_kept():
 
 
 def test_every_example_is_as_likely_whichever_part_it_is_in(monkeypatch):
-    monkeypatch.setattr(sampling, "MOST_EXAMPLES", 2000)
+    monkeypatch.setattr(one_pass, "MOST_EXAMPLES", 2000)
     whole = Sample(["x"], 99)
     for part, values in enumerate(np.array_split(np.arange(40_000.0), 4)):
         again = Sample(["x"], 0)
@@ -49,7 +49,7 @@ def test_few_hashes_are_whole_with_their_copies():
 
 
 def test_the_smallest_of_many_are_those_of_all_parts(monkeypatch):
-    monkeypatch.setattr(sampling, "MOST_HASHES", 100)
+    monkeypatch.setattr(one_pass, "MOST_HASHES", 100)
     drawn = np.random.default_rng(0).integers(0, 5000, 20_000).astype(np.uint64)
     merged = Hashes()
     for part in np.array_split(drawn, 7):

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.data.targets import Target
+from flotilla.trainer.data.preparation.parts import Target
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError

@@ -1,1 +1,0 @@
-"""Sequences of variable length, and users' functions that convert examples (`data.map`)."""

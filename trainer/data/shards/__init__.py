@@ -1,1 +1,0 @@
-"""Streaming shards: they are fetched and deleted while training runs."""
