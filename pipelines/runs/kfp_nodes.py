@@ -48,6 +48,10 @@ _PAUSE = "Backoff for "
 # KFP sends the status before the error occurs.
 _NO_LOG = '{"error_message":'
 
+# The start of the user interface's message for a pod that it cannot read. The HTTP status is 500.
+_NO_POD = "Could not get pod "
+# Namespace of the pods of a single-user instance.
+_NAMESPACE = "kubeflow"
 # The user interface's names for object stores, by URI scheme.
 _SOURCES = {"minio": "minio", "s3": "s3", "gs": "gcs"}
 
@@ -291,6 +295,16 @@ def read_log(client: Client, run_id: str, created: datetime | None, pod: str) ->
     raise refused or InstanceError(f"{pod} has no log")
 
 
+def has_pod(client: Client, pod: str) -> bool | None:
+    """Return whether a pod exists, or None if the endpoint does not serve the user interface."""
+    query = urlencode({"podname": pod, "podnamespace": client.access.namespace or _NAMESPACE})
+    try:
+        client.get_json(f"/k8s/pod?{query}")
+    except InstanceError as error:
+        return False if _NO_POD in str(error) else None
+    return True
+
+
 def read_object(client: Client, uri: str) -> bytes:
     """Read an object through the user interface, which has credentials. Raises `InstanceError`."""
     scheme, _, path = uri.partition("://")
@@ -316,7 +330,7 @@ def _paths(client: Client, run_id: str, created: datetime | None, pod: str) -> t
         {
             "podname": pod,
             "runid": run_id,
-            "podnamespace": client.access.namespace or "kubeflow",
+            "podnamespace": client.access.namespace or _NAMESPACE,
             "createdat": f"{created:%Y-%m-%d}" if created else "",
         }
     )

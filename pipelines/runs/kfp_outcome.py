@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from datetime import UTC, datetime
 
 from flotilla.components.records.run_store import STEPS as FOLDER
 from flotilla.components.records.run_store import record_uri
@@ -29,7 +30,7 @@ from flotilla.components.table import (
     find_step_of_stage,
 )
 from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, one_line
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, read_log, read_object
+from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, has_pod, read_log, read_object
 from flotilla.pipelines.runs.kfp_run import RemoteRun
 from flotilla.pipelines.runs.outcome import RunResult, join_reasons
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
@@ -48,6 +49,11 @@ STORE_SECONDS = 10.0
 # A step's termination message as Argo reports it, with the stage and the cause.
 # `flotilla.components.records.record` writes it.
 _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a-z_]+: .+)")
+# Argo's message for a node whose pod waits. It starts with the reason of the kubelet or scheduler.
+# Other messages tell why Argo could not create the pod.
+_OF_A_POD = re.compile(r"[A-Z][A-Za-z]+(: |$)")
+# Seconds without a pod after which a run is considered lost. Argo may be restarting until then.
+LOST_SECONDS = 300.0
 # The status of a step for each of its states in `kfp_nodes`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
@@ -76,9 +82,7 @@ def judge_run(client: Client, run: RemoteRun) -> RunResult:
     if run.has_ended:
         status, code, message = _judge_ended(client, run, published, rows)
     else:
-        status, code, message = "running", DONE, _obstacle(run)
-        if words := run.impasse or _explain_loss(client, run):
-            status, code, message = "failed", FAILED, words
+        status, code, message = _judge_active(client, run)
     return RunResult(
         run_id=run.run_id,
         status=status,
@@ -101,22 +105,41 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
     return {name: record for name, record in at.items() if published.find_record(record.step)}
 
 
-def _explain_loss(client: Client, run: RemoteRun) -> str:
-    """Return why the end of a run will never be reported, or an empty string.
+def _judge_active(client: Client, run: RemoteRun) -> _Verdict:
+    if run.impasse:
+        return "failed", FAILED, run.impasse
+    words = explain_loss(client, run)
+    if words and (run.state == "CANCELING" or _is_orphan(client, run)):
+        return "failed", FAILED, words
+    return "running", DONE, words or _obstacle(run)
+
+
+def explain_loss(client: Client, run: RemoteRun) -> str:
+    """Return why the end of a run will perhaps never be reported, or an empty string.
 
     If the Workflow of a run was deleted, the instance keeps the last reported state. Deleting a
     schedule may also delete the Workflows of its runs.
     """
-    is_scheduled = bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
-    if not is_scheduled and run.state != "CANCELING":
+    active = [pod for pod in run.nodes.pods if pod.state in ("PENDING", "RUNNING")]
+    found = [_exists(client, run, pod) for pod in active]
+    if True in found:
         return ""
-    logs = [_has_log(client, run, pod) for pod in run.nodes.pods if pod.state == "RUNNING"]
-    if True in logs:
-        return ""
-    if is_scheduled:
+    if _is_orphan(client, run):
         return f"the schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
-    is_gone = bool(logs) and not any(each is None for each in logs)
-    return f"if this run does not end within minutes, {WORKFLOW_GONE}" if is_gone else ""
+    is_gone = bool(found) and None not in found
+    if is_gone or (not is_busy(run.nodes) and _idle_seconds(run) >= LOST_SECONDS):
+        return f"if this run does not end within minutes, {WORKFLOW_GONE}"
+    return ""
+
+
+def _is_orphan(client: Client, run: RemoteRun) -> bool:
+    return bool(run.schedule_id) and _is_deleted(client, run.schedule_id)
+
+
+def _idle_seconds(run: RemoteRun) -> float:
+    """Return the time since the last step ended, or 0 if no step has ended."""
+    ended = [step.ended for step in run.steps if step.ended]
+    return (datetime.now(UTC) - max(ended)).total_seconds() if ended else 0.0
 
 
 def _is_deleted(client: Client, schedule_id: str) -> bool:
@@ -127,8 +150,14 @@ def _is_deleted(client: Client, schedule_id: str) -> bool:
     return False
 
 
-def _has_log(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
-    """Return whether a pod has a log, or None if logs are unreadable from here."""
+def _exists(client: Client, run: RemoteRun, pod: Pod) -> bool | None:
+    """Return whether an active pod exists, or None if that is unknown."""
+    if pod.state == "PENDING" and not _OF_A_POD.match(pod.message):
+        # Argo has perhaps not created the pod yet, for example because a quota is exceeded.
+        return None
+    found = has_pod(client, pod.name)
+    if found is not None or pod.state == "PENDING":
+        return found
     try:
         read_log(client, run.run_id, run.created, pod.name)
     except InstanceError as error:

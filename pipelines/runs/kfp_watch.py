@@ -10,6 +10,8 @@ from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, connect
 from flotilla.pipelines.runs.kfp_outcome import (
+    LOST_SECONDS,
+    explain_loss,
     explain_message,
     explain_pod,
     find_failed_pods,
@@ -30,6 +32,8 @@ RETRY_SECONDS = 120.0
 # Seconds after which a pod that does not start is considered to block the run. Until then, the
 # registry may become available again, or the user may push the image.
 START_SECONDS = 60.0
+# Seconds between two checks whether the pods of a run exist.
+LOSS_SECONDS = 15.0
 # Seconds without a running pod after which a failed run is considered stalled. Argo and KFP take
 # some seconds to start the next pod.
 STALL_SECONDS = 60.0
@@ -71,6 +75,7 @@ def follow(
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
     """Follow a run as `follow` does, and return it once it has ended or cannot continue."""
     outage, obstacles, stages = Outage(on_note), _Obstacles(on_note), _Stages(client)
+    loss = _Loss(client)
     while True:
         try:
             run = refresh_run(client, run_id)
@@ -78,6 +83,8 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
             on_change(stages.look(run))
             if run.has_ended:
                 return run
+            if words := loss.look(run):
+                return replace(run, impasse=words)
             if words := obstacles.look(run):
                 cancel = command(client.access, "cancel", run_id)
                 return replace(run, impasse=f"{words}; the run continues; to cancel it: {cancel}")
@@ -127,6 +134,29 @@ class _Stages:
             self._next = time.monotonic() + pause
             self._doing = found or {}
         return replace(run, doing=self._doing)
+
+
+class _Loss:
+    """Detects that the pods of a run no longer exist, although the instance reports no end."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._next = 0.0
+        self._since: float | None = None
+
+    def look(self, run: RemoteRun) -> str:
+        """Return why the end of the run will not be reported, or an empty string."""
+        now = time.monotonic()
+        if now < self._next:
+            return ""
+        self._next = now + LOSS_SECONDS
+        words = explain_loss(self._client, run)
+        if not words:
+            self._since = None
+            return ""
+        if self._since is None:
+            self._since = now
+        return words if now - self._since >= LOST_SECONDS else ""
 
 
 class _Obstacles:

@@ -49,6 +49,8 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
 def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
     if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
         return _object(instance, stored[2])
+    if path == "/k8s/pod":
+        return _pod_of_page(instance, query)
     if path == "/k8s/pod/logs":
         return _log_of_page(instance, query)
     return None
@@ -104,6 +106,19 @@ def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, b
             words = "Could not get main container logs: Error: Unable to retrieve workflow status"
             return 500, "text/html; charset=utf-8", words.encode()
         return 200, "", logs[query["podname"]].encode()
+
+
+def _pod_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
+    """Return a pod as the UI does, which sends JSON as HTML and reports each failure as 500."""
+    if not instance.has_ui:
+        return 404, "application/json", b'{"error": "Not Found", "message": "Not Found"}'
+    name, namespace = query["podname"], query["podnamespace"]
+    with instance.store.lock:
+        exists = any(name in each.pods() for each in instance.store.workflows.values())
+    if namespace != NAMESPACE or not exists:
+        words = f"Could not get pod {name} in namespace {namespace}"
+        return 500, "text/html; charset=utf-8", words.encode()
+    return 200, "text/html; charset=utf-8", json.dumps({"metadata": {"name": name}}).encode()
 
 
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:

@@ -540,6 +540,18 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     assert nodes(get, run_id)
 
 
+def test_the_page_has_pods_until_they_are_deleted(instance, get, run_id, workflow):
+    workflow.begin("train_model")
+    pod = workflow.pod("train_model")
+    path = f"/k8s/pod?podname={pod}&podnamespace=kubeflow"
+    assert get(path)[0] == 404
+    instance.has_ui = True
+    assert get(path)[:2] == (200, "text/html; charset=utf-8")
+    workflow.collect()
+    assert get(path)[::2] == (500, f"Could not get pod {pod} in namespace kubeflow")
+    assert nodes(get, run_id)
+
+
 def test_the_page_reads_objects_of_the_store_with_its_own_keys(instance, get, tmp_path):
     instance.store.disk = (tmp_path / "disk").as_uri()
     workflow = Workflow("some-run", disk=instance.store.disk)

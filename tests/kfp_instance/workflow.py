@@ -204,6 +204,11 @@ class Workflow:
     def driver_pod(self, step: str) -> str:
         return pod_name(self._named(f"{self._group(step)}-driver(0)"))
 
+    def pods(self) -> set[str]:
+        """Return the names of the pods that exist."""
+        pending = {pod_name(node) for node in self.nodes if node["phase"] == "Pending"}
+        return set() if self.is_gone else self.logs.keys() | pending
+
     def manifest(self) -> str:
         """Return the workflow as JSON text, as API version v1beta1 does."""
         nodes = {node["id"]: node for node in self.nodes}

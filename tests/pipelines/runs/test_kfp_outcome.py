@@ -302,6 +302,48 @@ def test_an_image_that_does_not_exist_is_1_with_step_and_image(instance, waits):
     assert not instance.asked(":terminate")
 
 
+def collected(workflow, _run):
+    workflow.collect()
+
+
+LOST = "if this run does not end within minutes, the Workflow and the pods of the run were deleted"
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        [begin("train_model"), collected],
+        [*done("resolve_config"), *done("train_model"), collected],
+    ],
+    ids=["with a running pod", "between two steps"],
+)
+@pytest.mark.parametrize("has_ui", [False, True], ids=["api", "page"])
+def test_a_run_without_its_workflow_is_not_waited_for(instance, waited, monkeypatch, lost, has_ui):
+    monkeypatch.setattr("flotilla.pipelines.runs.kfp_watch.LOST_SECONDS", 0.0)
+    monkeypatch.setattr("flotilla.pipelines.runs.kfp_watch.LOSS_SECONDS", 0.0)
+    instance.has_ui = has_ui
+    answer = waited(lost)
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert answer.json["message"].startswith(LOST)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_lost"),
+    [
+        ("Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.", True),
+        ('pods "p" is forbidden: exceeded quota: small, requested: cpu=1', False),
+    ],
+)
+def test_a_waiting_pod_that_was_created_must_exist(instance, remote, message, is_lost):
+    instance.has_ui = True
+    instance.store.play = [waiting(message), collected]
+    run_id = remote("submit", "--json").json["run_id"]
+    first, second = (remote("status", run_id) for _ in range(2))
+    assert message in first.err
+    assert (f"flotilla: {LOST}" in second.err) is is_lost
+    assert second.code == 0
+
+
 def test_an_image_may_appear_within_a_minute(instance, remote):
     def appears(workflow, _run):
         workflow.end("resolve_config")
