@@ -256,11 +256,13 @@ class JobSets(Engine):
         kind_of_stop = Stop if is_queued else SuspendingStop
         return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
 
-    def bring_back(self, api: Api, pod: Tree) -> None:
+    def bring_back(self, api: Api, pod: Tree, /) -> set[str]:
         """Delete the Job of a lost pod. JobSet recreates the Job immediately, without backoff."""
-        for owner in pod["metadata"].get("ownerReferences") or []:
-            if owner["kind"] == "Job":
-                api.delete(JOBS, owner["name"], owner["uid"])
+        owners = pod["metadata"].get("ownerReferences") or []
+        jobs = {owner["uid"]: owner["name"] for owner in owners if owner["kind"] == "Job"}
+        for uid, name in jobs.items():
+            api.delete(JOBS, name, uid)
+        return set(jobs)
 
     def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
         """Return the uids of the JobSet and of up to `_REPORTERS` Jobs without active pods."""

@@ -98,8 +98,8 @@ class Engine(ABC):
         """Return the operation that stops a job after a last checkpoint."""
 
     @abstractmethod
-    def bring_back(self, api: Api, pod: Tree) -> None:
-        """Make the controller replace a lost pod immediately."""
+    def bring_back(self, api: Api, pod: Tree, /) -> set[str]:
+        """Make the controller replace a lost pod immediately. Return the uids of deleted Jobs."""
 
     @abstractmethod
     def reporters(self, api: Api, tree: Tree, /) -> Sequence[str]:

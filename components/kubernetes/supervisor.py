@@ -98,6 +98,8 @@ class Supervisor:
         # Lost pods that the controller must replace, and pods that ended because of a suspension.
         self._to_bring_back: dict[str, Tree] = {}
         self._suspended: set[str] = set()
+        # The uids of Jobs that the engine deleted to replace a lost pod.
+        self._deleted_jobs: set[str] = set()
         # Time of the last request for a new pod, by task.
         self._asked_at: dict[Task, float] = {}
         self._start: Work | None = None
@@ -267,6 +269,9 @@ class Supervisor:
         # Count no restart if the job is failing. Its tasks end with arbitrary exit codes.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
+        # A deleted Job may have recreated its pod just before.
+        if self._owners(end) & self._deleted_jobs:
+            return
         if self._engine.fails_with_a_pod and end.code == DONE:
             return
         if self._restarts.count(end, self._cause(end)):
@@ -300,7 +305,7 @@ class Supervisor:
             task = pod_state.find_task(pod)
             try:
                 if not self._is_back(pod):
-                    self._engine.bring_back(self._api, pod)
+                    self._deleted_jobs |= self._engine.bring_back(self._api, pod)
             except UnreachableError as error:
                 log.debug("%s will be recreated later: %s", task, error)
                 continue
@@ -313,6 +318,10 @@ class Supervisor:
                 )
                 self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
+
+    def _owners(self, end: TaskEnd) -> set[str]:
+        owners = self._last_seen[end.uid]["metadata"].get("ownerReferences") or []
+        return {owner["uid"] for owner in owners}
 
     def _is_back(self, lost: Tree) -> bool:
         """Return whether another pod of the same task exists, for example after an outage."""

@@ -222,8 +222,9 @@ class TFJobs(Engine):
         template = roles.get(role, {}).get("template", {})
         return Stop(KIND, tree, Task(role=role.lower(), index=0), template)
 
-    def bring_back(self, api: Api, pod: Tree) -> None:
+    def bring_back(self, _api: Api, _pod: Tree, /) -> set[str]:
         """Do nothing, because the operator replaces pods itself."""
+        return set()
 
     def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
         """Return the uid of the job, to which the operator attaches its events."""

@@ -6,10 +6,12 @@ import threading
 import pytest
 
 from flotilla.components import launchers
+from flotilla.components.jobset.engine import JobSets
 from flotilla.components.kubernetes import names, stop
 from flotilla.components.kubernetes.api.client import Api, connect
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.supervisor import Supervisor
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -48,6 +50,10 @@ def fail(kube, attempt):
     message = attempt.failure()
     kube.store.wait(lambda: not [kind for kind in KINDS if kube.store.all(kind, NAMESPACE)])
     return message
+
+
+def is_terminating(pod):
+    return "deletionTimestamp" in pod["metadata"]
 
 
 def delete_gracefully(kube, task):
@@ -99,6 +105,27 @@ def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task
     finish(kube, attempt)
     [restart] = run_events(Restart)
     assert restart.task == task
+
+
+def test_a_pod_that_is_deleted_with_its_job_counts_once(kube, run_events, monkeypatch):
+    kube.job_controller.backoff_seconds = 0.0
+    attempt = start(kube, max_restarts=1)
+    before, recreated = uids(kube)["worker-0"], []
+    bring_back = JobSets.bring_back
+
+    def delete_later(engine, api, pod):
+        recreated.append(kube.pod("worker-0", but=before)["metadata"]["uid"])
+        pods.running(kube.store, kube.pod("worker-0", but=before))
+        return bring_back(engine, api, pod)
+
+    monkeypatch.setattr(JobSets, "bring_back", delete_later)
+    monkeypatch.setattr(Supervisor, "_is_back", lambda *_: False)
+    kube.finish("worker-0", 137)
+    kube.store.wait(lambda: any(map(is_terminating, kube.store.all("pods", NAMESPACE))))
+    kube.end_deleted()
+    pods.running(kube.store, kube.pod("worker-0", but=recreated[0]))
+    finish(kube, attempt)
+    assert [each.task for each in run_events(Restart)] == ["worker-0"]
 
 
 def test_past_the_limit_of_restarts_the_job_ends(kube):
