@@ -333,6 +333,7 @@ class _Launch:
 
     def _end(self, supervisor: Supervisor) -> None:
         """Delete the job and wait until its pods are gone, so that nothing outlives the step."""
+        log.info("deleting the job %s and waiting until its pods have ended", self._name)
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
             log.warning(
                 "the job %s and its pods were not deleted within %s s",
