@@ -111,14 +111,13 @@ class Pod:
 
 @dataclass
 class Pods:
-    """The tasks of one run; a new pod's name resolves to its address after `lag` seconds."""
+    """The tasks of one run."""
 
     folder: Path
     dataset: str
     cluster: Cluster
     server: NameServer
     environment: Mapping[str, str]
-    lag: float
     pods: dict[Task, Pod] = field(default_factory=dict)
     seen: list[tuple[float, Event]] = field(default_factory=list)
     lost: list[float] = field(default_factory=list)
@@ -153,9 +152,7 @@ class Pods:
         settings.mkdir(parents=True)
         (settings / "resolv.conf").write_text(f"nameserver {ROUTER}\n", encoding="utf-8")
         self.pods[task] = Pod(namespace, address, self._process(task, namespace))
-        name = self.cluster.address(task).rpartition(":")[0]
-        lag = self.lag if name in self.server.names else 0.0
-        _later(lag, lambda: self.server.names.update({name: address}))
+        self.server.names[self.cluster.address(task).rpartition(":")[0]] = address
 
     def lose(self, task: Task) -> float:
         """Remove a task's pod and start a new one later; return the time of the removal."""
@@ -277,14 +274,13 @@ def _remove(pod: Pod) -> None:
 
 
 @contextmanager
-def pods(  # noqa: PLR0913
+def pods(
     folder: Path,
     dataset: str,
     config: Mapping[str, Any],
     roles: Mapping[str, int],
     *,
     environment: Mapping[str, str] | None = None,
-    lag: float = 0.0,
 ) -> Iterator[Pods]:
     """Start a pod for each task, with more environment variables; remove the pods at the end."""
     addresses = {
@@ -304,7 +300,7 @@ def pods(  # noqa: PLR0913
         server = NameServer(ROUTER)
         stack.callback(server.close)
         variables = {**(environment or {}), events.VARIABLE: str(pipe)}
-        found = Pods(folder, dataset, Cluster(addresses=addresses), server, variables, lag)
+        found = Pods(folder, dataset, Cluster(addresses=addresses), server, variables)
         stack.callback(found.end)
         threading.Thread(target=found.read_events, args=(pipe,), daemon=True).start()
         for role, count in roles.items():

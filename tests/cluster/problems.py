@@ -100,20 +100,6 @@ def located() -> Problem:
     return replace(known, loss=loss)
 
 
-def measured() -> Problem:
-    """Return a problem with equal batches, and an evaluation of 23 examples in six batches."""
-    objective = of_classes(CLASSES)
-
-    def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
-        batches = tf.data.Dataset.from_tensor_slices(examples(23, seed=1)).batch(4)
-        mine = batches.shard(of, tf.cast(part, tf.int64))
-        # Decimal digit i is the number of parts that worker i has evaluated.
-        where = tf.cast([10 ** number()], tf.float64)
-        return tf.concat([objective.totals(model, mine), where], 0)
-
-    return replace(equal(), totals=totals)
-
-
 def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
@@ -395,7 +381,8 @@ def recurrent() -> keras.Model:
 
 
 def sequences(batch_size: int = 8) -> Problem:
-    """Return a problem in which every worker gets the same batches in the same order."""
+    """Return a problem with equal batches, and an evaluation of 23 examples in six batches."""
+    objective = of_classes(CLASSES)
     draw = np.random.RandomState(3)
     tokens = [draw.randint(1, VOCABULARY, draw.randint(0, LONGEST)) for _ in range(SEQUENCES)]
     given = {"tokens": tokens, "label": draw.randint(0, CLASSES, SEQUENCES)}
@@ -416,7 +403,16 @@ def sequences(batch_size: int = 8) -> Problem:
         found = found.map(lambda each: complete(SEQUENCE_FEATURES, each))
         return found.map(lambda each: (each["tokens"], each["label"]))
 
-    return problem(batches, model=recurrent)
+    def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
+        random = np.random.default_rng(1)
+        examples = random.integers(0, VOCABULARY, (23, 5)), random.integers(0, CLASSES, 23)
+        mine = tf.data.Dataset.from_tensor_slices(examples).batch(4)
+        mine = mine.shard(of, tf.cast(part, tf.int64))
+        # Decimal digit i is the number of parts that worker i has evaluated.
+        where = tf.cast([10 ** number()], tf.float64)
+        return tf.concat([objective.totals(model, mine), where], 0)
+
+    return replace(problem(batches, model=recurrent), totals=totals)
 
 
 GROWING_BATCH = 16

@@ -82,6 +82,10 @@ def side_by_side(servers: Servers, wanted: Trial) -> list[Outcome]:
 def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> None:
     losses, others = ([report["loss"] for report in each.reports] for each in (outcome, other))
     np.testing.assert_allclose(losses, others, rtol=0, atol=NEAR)
+    assert_same_state(outcome, other, steps)
+
+
+def assert_same_state(outcome: Outcome, other: Outcome, steps: int) -> None:
     assert outcome.global_step == other.global_step == steps
     assert set(outcome.variables) == set(other.variables)
     for path, value in other.variables.items():
@@ -103,18 +107,18 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["clipped", *map(long, [*TASKS, "embedded", "computed"])])
-def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
-    outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
-    assert_same(outcome, alone(problem))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("problem", TASKS)
-def test_a_synchronous_update_of_two_workers_equals_one_process_with_twice_the_batch(
-    alone, two_workers, problem
+@pytest.mark.parametrize(
+    ("strategy", "problem"),
+    [
+        ("in_graph", "clipped"),
+        *(long("in_graph", each) for each in (*TASKS, "embedded", "computed")),
+        *(("sync_parameter_server", each) for each in TASKS),
+    ],
+)
+def test_an_update_of_two_workers_equals_one_process_with_twice_the_batch(
+    alone, two_workers, strategy, problem
 ):
-    outcome = two_workers.lead(trial("sync_parameter_server", problem, batch_size=BATCH, workers=2))
+    outcome = two_workers.lead(trial(strategy, problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
 
 
@@ -361,43 +365,27 @@ def lead(folder, strategy: str, name: str, size: int, **training: object) -> lis
     if strategy == "multi_worker_mirrored":
         with serving(folder, workers=2, chief=False) as servers:
             wanted = trial_of_updates(strategy, name, size // 2, workers=2, **training)
-            both = [servers.start_lead(wanted, Task(role="worker", index=n)) for n in range(2)]
-            return [each.outcome() for each in both]
+            return side_by_side(servers, wanted)
     workers = 1 if strategy.startswith("async") else 2
     with serving(folder, ps=2, workers=workers) as servers:
         wanted = trial_of_updates(strategy, name, size // workers, workers, **training)
         return [servers.lead(wanted)]
 
 
-def assert_same_of_updates(outcome: Outcome, other: Outcome) -> None:
-    assert outcome.global_step == other.global_step == sum(UPDATES_RUNS)
-    assert set(outcome.variables) == set(other.variables)
-    for path, value in other.variables.items():
-        np.testing.assert_allclose(outcome.variables[path], value, atol=1e-5, err_msg=path)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy",
-    some_of([*LED, "multi_worker_mirrored"], "multi_worker_mirrored"),
+    "strategy", some_of([*LED, "multi_worker_mirrored"], "multi_worker_mirrored")
 )
 def test_small_batches_equal_a_large_one_and_so_do_their_averages(whole, tmp_path, strategy):
     for outcome in lead(tmp_path, strategy, "dense", UPDATES_BATCH // 2, accumulate=2, ema=0.9):
-        assert_same_of_updates(outcome, whole)
+        assert_same_state(outcome, whole, sum(UPDATES_RUNS))
         assert any(path.startswith("average/") for path in outcome.variables)
     workers = outcome.reports[-1]["metrics"]["workers"]
     assert sum(each["examples"] for each in workers.values()) == sum(UPDATES_RUNS) * UPDATES_BATCH
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy",
-    ["sync_parameter_server"]
-    + [
-        pytest.param(each, marks=pytest.mark.long)
-        for each in ("async_parameter_server", "in_graph")
-    ],
-)
+@pytest.mark.parametrize("strategy", some_of(LED, "sync_parameter_server"))
 def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_path, strategy):
     together = {"accumulate": 2, "ema": 0.9, "mixed_precision": "float16"}
     with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
@@ -406,7 +394,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     # All towers of a worker count as one gradient, so an update has two accumulated gradients.
     assert outcome.variables["loss_scale/gradients"] == sum(UPDATES_RUNS) * 2
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
-    assert_same_of_updates(replace(outcome, variables=kept), whole)
+    assert_same_state(replace(outcome, variables=kept), whole, sum(UPDATES_RUNS))
     workers = outcome.reports[-1]["metrics"]["workers"]
     assert workers == {
         "worker-0": {
@@ -424,13 +412,12 @@ def test_gradients_of_rows_are_accumulated(alone_of_updates, tmp_path, strategy)
         (outcome,) = [alone_of_updates("rows", UPDATES_BATCH // 4, accumulate=4)]
     else:
         (outcome,) = lead(tmp_path, strategy, "rows", UPDATES_BATCH // 2, accumulate=2)
-    assert_same_of_updates(outcome, expected)
+    assert_same_state(outcome, expected, sum(UPDATES_RUNS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy",
-    some_of([*LED, "multi_worker_mirrored"], "sync_parameter_server"),
+    "strategy", some_of([*LED, "multi_worker_mirrored"], "sync_parameter_server")
 )
 def test_a_scale_that_is_too_large_costs_no_step(exact, tmp_path, strategy):
     for outcome in lead(tmp_path, strategy, "large", UPDATES_BATCH, mixed_precision="float16"):

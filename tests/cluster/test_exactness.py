@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
 from flotilla.trainer.training.server import PATTERN, stage_input
 from tests.cluster import visited
 from tests.cluster.launched import Launched, launched
-from tests.cluster.servers import Outcome, Servers, Trial, serving
+from tests.cluster.servers import Outcome, Trial, serving
 
 STEPS = 1000
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
@@ -82,12 +81,16 @@ def test_each_strategy_goes_on_from_the_checkpoint_of_another(dataset, tmp_path)
 
 
 ANY_LENGTH_STEPS = 12
-PROBLEM = "tests.cluster.problems:sequences"
+# `problems.sequences` validates this number of examples. The last sum has one digit per worker:
+# either each of the two workers evaluated one part, or one of them evaluated both.
+EXAMPLES = 23
+ON_WORKERS = {2, 11, 20}
 
 
 def trial(strategy: str, workers: int) -> Trial:
     config = {"training": {"strategy": strategy}, "cluster": {"workers": workers}}
-    return Trial(config, PROBLEM, [ANY_LENGTH_STEPS])
+    problem = "tests.cluster.problems:sequences"
+    return Trial(config, problem, [ANY_LENGTH_STEPS], measured=True)
 
 
 @pytest.fixture(scope="module")
@@ -96,44 +99,44 @@ def alone(tmp_path_factory) -> Outcome:
         return nothing.lead(trial("single", 1))
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory) -> Iterator[Servers]:
-    with serving(tmp_path_factory.mktemp("two"), ps=1, workers=2) as found:
-        yield found
-
-
 def assert_same(outcome: Outcome, alone: Outcome) -> None:
+    """Check that a strategy trained on the same batches, and validated each example once."""
     assert outcome.global_step == ANY_LENGTH_STEPS
     assert outcome.reports[-1]["loss"] == pytest.approx(alone.reports[-1]["loss"], abs=1e-5)
     for path, value in alone.variables.items():
         np.testing.assert_allclose(outcome.variables[path], value, atol=1e-5, err_msg=path)
+    count, loss, hits, *_ = alone.totals
+    assert count == EXAMPLES
+    assert outcome.totals[:4] == [EXAMPLES, pytest.approx(loss, rel=1e-5), hits, EXAMPLES]
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+    ("strategy", "workers"),
+    [
+        ("sync_parameter_server", 2),
+        ("async_parameter_server", 1),
+        pytest.param("in_graph", 2, marks=pytest.mark.long),
+    ],
 )
-def test_two_workers_on_the_same_batches(alone, servers, strategy):
-    assert_same(servers.lead(trial(strategy, 2)), alone)
+def test_a_chief_trains_and_validates_on_its_workers(alone, tmp_path, strategy, workers):
+    with serving(tmp_path, ps=2, workers=workers) as servers:
+        outcome = servers.lead(trial(strategy, workers))
+    assert_same(outcome, alone)
+    assert outcome.totals[-1] in (ON_WORKERS if workers == 2 else {1})
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
-@pytest.mark.long
-def test_one_asynchronous_worker(alone, tmp_path):
-    with serving(tmp_path, ps=1, workers=1) as one:
-        assert_same(one.lead(trial("async_parameter_server", 1)), alone)
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_two_mirrored_workers_on_the_same_batches(alone, tmp_path):
+def test_mirrored_workers_train_alike_and_validate_a_part_each(alone, tmp_path):
     with serving(tmp_path, workers=2, chief=False) as both:
         tasks = [Task(role="worker", index=index) for index in range(2)]
         leading = [both.start_lead(trial("multi_worker_mirrored", 2), task) for task in tasks]
         for each in leading:
-            assert_same(each.outcome(), alone)
+            outcome = each.outcome()
+            assert_same(outcome, alone)
+            assert outcome.totals[-1] == 11
 
 
 # One task is killed in each interval of this number of steps.
@@ -341,76 +344,3 @@ def test_with_reshuffle_every_worker_sees_everything_in_an_order_of_its_own(
         orders.append(drawn(whole.spec, whole.examples.total(), seed=index))
     assert Counter(orders[0]) == Counter(orders[1]) == whole.examples
     assert orders[0] != orders[1]
-
-
-RUNS = [3]
-EXAMPLES = 23
-# `problems.measured` has one digit per worker: either each of the two workers evaluated one part,
-# or one of them evaluated both.
-ON_WORKERS = {2, 11, 20}
-
-
-def trial_of_spread_validation(strategy: str, workers: int = 2) -> Trial:
-    config = {"training": {"strategy": strategy}, "cluster": {"workers": workers}}
-    return Trial(config, "tests.cluster.problems:measured", RUNS, measured=True)
-
-
-@pytest.fixture(scope="module")
-def alone_of_spread_validation(tmp_path_factory) -> Outcome:
-    folder = tmp_path_factory.mktemp("single")
-    (folder / "chief-0").mkdir()
-    (folder / "chief-0" / "number.txt").write_text("0", encoding="utf-8")
-    with serving(folder) as nothing:
-        return nothing.lead(trial_of_spread_validation("single"))
-
-
-@pytest.fixture(scope="module")
-def two_workers(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("two"), ps=2, workers=2) as servers:
-        yield servers
-
-
-def assert_same_of_spread_validation(outcome: Outcome, alone_of_spread_validation: Outcome) -> None:
-    count, loss, hits, *_ = alone_of_spread_validation.totals
-    assert count == EXAMPLES
-    assert outcome.totals[:4] == [EXAMPLES, pytest.approx(loss, rel=1e-6), hits, EXAMPLES]
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
-)
-def test_workers_of_a_chief_measure_a_part_each(
-    alone_of_spread_validation, two_workers: Servers, strategy
-):
-    outcome = two_workers.lead(trial_of_spread_validation(strategy))
-    assert_same_of_spread_validation(outcome, alone_of_spread_validation)
-    assert outcome.totals[-1] in ON_WORKERS
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_asynchronous_workers_measure_what_the_servers_hold(alone_of_spread_validation, tmp_path):
-    with serving(tmp_path, ps=1, workers=1) as servers:
-        assert_same_of_spread_validation(
-            servers.lead(trial_of_spread_validation("async_parameter_server", workers=1)),
-            alone_of_spread_validation,
-        )
-
-
-@pytest.mark.cluster
-@pytest.mark.slow
-def test_mirrored_workers_measure_a_part_each_and_know_the_whole(
-    alone_of_spread_validation, tmp_path
-):
-    with serving(tmp_path, workers=2, chief=False) as servers:
-        tasks = [Task(role="worker", index=index) for index in range(2)]
-        leading = [
-            servers.start_lead(trial_of_spread_validation("multi_worker_mirrored"), task)
-            for task in tasks
-        ]
-        for each in leading:
-            outcome = each.outcome()
-            assert_same_of_spread_validation(outcome, alone_of_spread_validation)
-            assert outcome.totals[-1] == 11

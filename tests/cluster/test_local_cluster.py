@@ -55,24 +55,6 @@ def require_no_stranger(run, count, others, metrics_port=0):
     assert reached(others, ports) == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "tasks"),
-    [
-        (run_of("multi_worker_mirrored"), 2),
-        pytest.param(run_of("async_parameter_server", in_process=True), 1, marks=pytest.mark.long),
-        pytest.param(run_of("sync_parameter_server"), 4, marks=pytest.mark.long),
-        pytest.param(run_of("in_graph"), 4, marks=pytest.mark.long),
-        pytest.param(run_of("single"), 1, marks=pytest.mark.long),
-    ],
-)
-def test_no_stranger_reaches_a_task_of_a_local_run(dataset, tmp_path, config, tasks):
-    others = other_addresses()
-    with launched(config, dataset, tmp_path) as run:
-        run.wait_for_step(20)
-        require_no_stranger(run, tasks, others)
-
-
 def scrape_until(port, wanted):
     """Return the first scrape that `wanted` accepts.
 
@@ -125,19 +107,30 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "leader"),
+    ("config", "tasks"),
     [
-        ("single", "chief"),
-        ("sync_parameter_server", "chief"),
-        ("in_graph", "chief"),
-        ("multi_worker_mirrored", "worker"),
+        (run_of("multi_worker_mirrored"), 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (run_of("async_parameter_server", in_process=True), 1),
+                (run_of("sync_parameter_server"), 4),
+                (run_of("in_graph"), 4),
+                (run_of("single"), 1),
+            )
+        ),
     ],
 )
-def test_a_run_is_scraped_and_profiled(dataset, tmp_path, port, strategy, leader):
-    with launched(watched(run_of(strategy), port), dataset, tmp_path) as run:
+def test_a_run_is_scraped_and_profiled_and_no_stranger_reaches_it(
+    dataset, tmp_path, port, config, tasks
+):
+    others = other_addresses()
+    leader = "worker" if config["training"]["strategy"] == "multi_worker_mirrored" else "chief"
+    with launched(watched(config, port), dataset, tmp_path) as run:
         run.wait_for_step(100)
+        require_no_stranger(run, tasks, others, port)
         require_scraped_and_profiled(run, port, leader)
 
 

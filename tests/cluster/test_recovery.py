@@ -8,8 +8,9 @@ import pytest
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import VALIDATION_LOSS
 from flotilla.trainer.checkpoints.index import RECOVERED, list_checkpoints
+from flotilla.trainer.cluster import lease
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events import AttemptBegin, Restart, ServersLost
+from flotilla.trainer.events import AttemptBegin, LeaseTakenOver, Restart, ServersLost
 from tests.cluster.launched import launched
 from tests.cluster.leaving import IDS, STEPS
 from tests.cluster.servers import serving
@@ -125,12 +126,19 @@ def test_killed_servers_a_killed_chief_and_a_killed_worker_cost_as_little_as_the
             lost.append(run.wait_for(lambda each: isinstance(each, ServersLost)))
             reached = run.wait_for_step(lost[-1].global_step + EVERY)
         servers = {name: run.task(name).pid for name in ("ps-0", "ps-1")}
+        (before,) = lease.holders(run.checkpoints).values()
         run.kill("chief-0")
         attempt = run.wait_for(lambda each: isinstance(each, AttemptBegin))
+        (now,) = lease.holders(run.checkpoints).values()
         assert servers == {name: run.task(name).pid for name in servers}
         run.kill("worker-1")
         code, said = run.end()
     assert code == 0, said
+    # The new attempt of the chief takes the lease over from the one before.
+    assert before.process != now.process
+    assert before.job == now.job
+    assert run.events(LeaseTakenOver) == []
+    assert [each.released for each in lease.holders(run.checkpoints).values()] == [True]
     assert attempt.resumed
     assert attempt.global_step >= reached.global_step
     killed = [each.task for each in run.events(Restart) if each.cause == "signal SIGKILL"]
@@ -161,36 +169,27 @@ def require_marked(run, lost):
 
 
 @pytest.mark.long
-def test_two_servers_die_at_once_and_the_third_keeps_its_values(dataset, tmp_path):
+@pytest.mark.parametrize(
+    ("recovery", "names"), [("partial", ("ps-0", "ps-2")), ("auto", ("ps-1",))]
+)
+def test_synchronous_training_goes_back_as_a_whole_unless_it_may_not(
+    dataset, tmp_path, recovery, names
+):
+    """With partial recovery, the third server keeps its values when two die at once."""
     training = {"strategy": "sync_parameter_server"}
-    config = settings(training=training, recovery="partial", parameter_servers=3, workers=1)
+    config = settings(training=training, recovery=recovery, parameter_servers=3, workers=1)
     with launched(config, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 100)
-        lost = [run.task(name) for name in ("ps-0", "ps-2")]
-        for task in lost:
+        for task in [run.task(name) for name in names]:
             task.send_signal(signal.SIGKILL)
         event = run.wait_for(lambda each: isinstance(each, ServersLost))
         code, said = run.end()
     assert code == 0, said
-    assert (event.servers, event.recovery) == (("ps-0", "ps-2"), "partial")
+    is_partial = recovery == "partial"
+    assert (event.servers, event.recovery) == (names, "partial" if is_partial else "full")
+    assert is_partial or "synchronous" in event.reason
     begun = [each.global_step for each in run.events(AttemptBegin)]
-    assert begun == [0, event.global_step]
-    assert run.newest() == END
-    assert validated(run) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.long
-def test_synchronous_training_goes_back_to_the_checkpoint_as_a_whole(dataset, tmp_path):
-    config = settings(training={"strategy": "sync_parameter_server"}, workers=1)
-    with launched(config, dataset, tmp_path) as run:
-        run.wait_for_step(EVERY + 100)
-        run.kill("ps-1")
-        event = run.wait_for(lambda each: isinstance(each, ServersLost))
-        code, said = run.end()
-    assert code == 0, said
-    assert (event.servers, event.recovery) == (("ps-1",), "full")
-    assert "synchronous" in event.reason
-    begun = [each.global_step for each in run.events(AttemptBegin)]
-    assert begun == [0, event.back_to]
+    assert begun == [0, event.global_step if is_partial else event.back_to]
     assert event.back_to % EVERY == 0
     assert run.newest() == END
+    assert validated(run) == [1, 2, 3, 4, 5]

@@ -31,66 +31,50 @@ def settings(strategy: str, **cluster: object) -> dict[str, object]:
     return {"training": training, "cluster": {"workers": 2, "max_restarts": 2, **cluster}}
 
 
-def stopped(dataset, folder, config, task, waiting=()):
-    """Stop a task with SIGSTOP during training; return the run after it has succeeded."""
-    with launched(config, dataset, folder) as run:
+ASYNC, SYNC, MIRRORED = "async_parameter_server", "sync_parameter_server", "multi_worker_mirrored"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("strategy", "task", "attempts"),
+    [
+        (ASYNC, "chief-0", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (ASYNC, "ps-0", 2),
+                (ASYNC, "worker-1", 1),
+                (SYNC, "worker-1", 1),
+                (MIRRORED, "worker-0", 2),
+                (MIRRORED, "worker-1", 2),
+                ("in_graph", "worker-0", 2),
+            )
+        ),
+    ],
+)
+def test_a_stopped_task_costs_at_most_an_attempt(dataset, tmp_path, strategy, task, attempts):
+    ring = {"communication": "ring"} if strategy == MIRRORED else {}
+    with launched(settings(strategy, **ring), dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 1)
         run.task(task).send_signal(signal.SIGSTOP)
         code, said = run.end()
         assert code == 0, said
     assert STALLED_STEPS <= run.newest() <= STALLED_STEPS + 1
-    first = run.events(Restart)[0]
+    restarts, begun = run.events(Restart), run.events(AttemptBegin)
+    # Mirrored workers begin again together, and the waiting one may be the first.
+    together = {"worker-0", "worker-1"} if strategy == MIRRORED else {task}
     seconds = 2 * STALL_SECONDS if task == "chief-0" else STALL_SECONDS
-    assert (first.task, first.cause) in [
+    assert (restarts[0].task, restarts[0].cause) in [
         (task, f"no heartbeat for {seconds} s"),
-        *((each, f"exit code {BEGIN_AGAIN}") for each in waiting),
+        *((each, f"exit code {BEGIN_AGAIN}") for each in together - {task}),
     ]
-    assert {event.restarts for event in run.events(Restart)} == {1}
-    for attempt in run.events(AttemptBegin)[1:]:
+    assert strategy != MIRRORED or {event.task for event in restarts} == together
+    assert {event.restarts for event in restarts} == {1}
+    assert len(begun) == attempts
+    for attempt in begun[1:]:
         assert attempt.global_step >= EVERY
         assert attempt.global_step % EVERY == 0
-    return run
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_path):
-    run = stopped(dataset, tmp_path, settings("async_parameter_server"), "worker-1")
-    assert len(run.events(AttemptBegin)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.long
-def test_synchronous_updates_do_not_wait_for_a_stopped_worker(dataset, tmp_path):
-    run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
-    assert len(run.events(AttemptBegin)) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("task", [pytest.param("ps-0", marks=pytest.mark.long), "chief-0"])
-def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
-    run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
-    assert len(run.events(AttemptBegin)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@pytest.mark.long
-@pytest.mark.parametrize("task", ["worker-0", "worker-1"])
-def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
-    config = settings("multi_worker_mirrored", communication="ring")
-    run = stopped(dataset, tmp_path, config, task, waiting={"worker-0", "worker-1"} - {task})
-    assert len(run.events(AttemptBegin)) == 2
-    assert {event.task for event in run.events(Restart)} == {"worker-0", "worker-1"}
-
-
-@pytest.mark.slow
-@pytest.mark.long
-@pytest.mark.timeout(1200)
-def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
-    run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")
-    assert len(run.events(AttemptBegin)) == 2
 
 
 @pytest.mark.slow

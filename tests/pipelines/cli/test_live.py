@@ -63,28 +63,87 @@ def terminal(monkeypatch):
     monkeypatch.delenv("NO_COLOR", raising=False)
 
 
-def test_the_course_of_the_steps(lines_of):
-    assert lines_of(
-        *done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)
-    ) == [
-        "prepare_data ...",
-        "prepare_data done in 1.5 s",
-        "train_model ...",
-        "train_model failed in 1.5 s",
-    ]
+NOISE = ("experimental {", "}")
+LONG, DAMAGE = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
+HELD = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
+EVENTS = {
+    "steps": [
+        (done("prepare_data"), ["prepare_data ...", "prepare_data done in 1.5 s"]),
+        ([begun("train_model"), ended("train_model", "failed", 1)],
+         ["train_model ...", "train_model failed in 1.5 s"]),
+        ([ended("train_model", "interrupted", 130)], ["train_model interrupted in 1.5 s"]),
+    ],
+    "an error that the check finds is no second end of the first stage": [
+        (done("resolve_config"), ["resolve_config ...", "resolve_config done in 1.5 s"]),
+        ([begun("prepare_data"), ended("resolve_config", "failed", 2)],
+         ["prepare_data ...", "the check of the configuration failed in 1.5 s"]),
+    ],
+    "progress now and then": [
+        ([progress(20, 1000.0)], ["global step 20/300  loss 0.25  100 steps/s"]),
+        ([progress(40, 1004.9), progress(60, 1005.0)],
+         ["global step 60/300  loss 0.25  100 steps/s  12 s left"]),
+    ],
+    "an error in the output of a task is shown at the end of the run": [
+        ([TaskFailed(task="chief-0", cause="exit code 2",
+                     last_lines=(*NOISE, "flotilla: model a:b: cannot import a"))],
+         ["chief-0 ended with exit code 2"]),
+        ([TaskFailed(task="chief-0", cause="exit code 1", last_lines=NOISE)],
+         ["chief-0 ended with exit code 1:", *NOISE]),
+        ([TaskFailed(task="ps-0", cause="signal SIGKILL", log="log.txt",
+                     last_lines=("[one]", "two"))],
+         ["ps-0 ended with signal SIGKILL:", "[one]", "two"]),
+    ],
+    "incidents": [
+        ([AttemptBegin(global_step=0, steps=9, resumed=False)], []),
+        ([Restart(task="worker-0", cause="signal SIGKILL", restarts=1)],
+         ["worker-0 ended with signal SIGKILL and is restarted"]),
+        ([AttemptBegin(global_step=500, steps=900, resumed=True)],
+         ["training resumes from global step 500"]),
+        ([Stalled(tasks=("ps-0", "worker-1"), seconds=120.0)],
+         ["no progress for 2 min 00 s: no response from ps-0, worker-1"]),
+        ([EvaluatorLeft(reason="no [room]")],
+         ["training continues without the evaluator: no [room]"]),
+        ([CheckpointPassedOver(uri=LONG, reason=DAMAGE)],
+         [f"skipped {LONG}: {DAMAGE}"]),
+        ([RunBegin(run_id="digits-1", number=1)], []),
+    ],
+    "the begin of a run": [
+        ([NewestVersion(dataset="digits", version="1.0.0")],
+         ["the newest version of digits is 1.0.0"]),
+        ([DataNote(text="'a' is text; set data.types: {a: class}")],
+         ["note: 'a' is text; set data.types: {a: class}"]),
+        ([DataNote(text="constant: 'b' has one value", is_warning=True)],
+         ["warning: constant: 'b' has one value"]),
+        ([FromScratch(reason="digits has no champion yet below file:///r")],
+         ["training begins from scratch: digits has no champion yet below file:///r"]),
+        ([WarmStart(uri="gs://b/step-00000005")],
+         ["training begins with the weights of gs://b/step-00000005"]),
+        ([WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)")],
+         ["training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded "
+          "(a, b)"]),
+        ([HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by validation loss")],
+         ["global step 9 of 12 is selected: best by validation loss"]),
+        ([TableEmpty(table="user_embedding", why="it was frozen")],
+         ["warning: the table user_embedding has no rows, so its ids share one row per shard: it "
+          "was frozen"]),
+        ([LeaseAwaited(**HELD, until="2027-01-15 08:00:00 UTC")],
+         ["waiting for the lease of file:///c: run a (process 7 on h) may be dead, but holds it "
+          "until 2027-01-15 08:00:00 UTC"]),
+        ([LeaseTakenOver(**HELD, reason="has ended")],
+         ["took over the lease of file:///c from run a (process 7 on h), which has ended"]),
+    ],
+    "a request to end": [
+        ([begun("train_model"), Interrupted()],
+         ["train_model ...", "stopping: saving the last checkpoint"]),
+        ([begun("prepare_data"), Interrupted()], ["prepare_data ...", "stopping"]),
+    ],
+}  # fmt: skip
 
 
-def test_an_interrupted_step(lines_of):
-    assert lines_of(ended("train_model", "interrupted", 130)) == [
-        "train_model interrupted in 1.5 s"
-    ]
-
-
-def test_progress_without_a_terminal_is_a_line_now_and_then(lines_of):
-    assert lines_of(progress(20, 1000.0), progress(40, 1004.9), progress(60, 1005.0)) == [
-        "global step 20/300  loss 0.25  100 steps/s",
-        "global step 60/300  loss 0.25  100 steps/s  12 s left",
-    ]
+@pytest.mark.parametrize("rows", EVENTS.values(), ids=EVENTS)
+def test_the_lines_of_events(lines_of, rows):
+    expected = [line for _, lines in rows for line in lines]
+    assert lines_of(*(event for events, _ in rows for event in events)) == expected
 
 
 def test_progress_without_a_terminal_draws_nothing(lines_of):
@@ -100,29 +159,11 @@ def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypa
     assert lines[:2] == ["train_model ...", "global step 20/300  loss 0.25  100 steps/s"]
 
 
-def test_what_is_wrong_in_the_words_of_a_task_is_left_to_the_end_of_the_run(lines_of):
-    noise = ("experimental {", "}")
-    said = "flotilla: model a:b: cannot import a"
-    lost = TaskFailed(task="chief-0", cause="exit code 2", last_lines=(*noise, said))
-    assert lines_of(lost) == ["chief-0 ended with exit code 2"]
-    lost = TaskFailed(task="chief-0", cause="exit code 1", last_lines=noise)
-    assert lines_of(lost)[1:] == list(noise)
-
-
 @pytest.mark.usefixtures("terminal")
 def test_between_two_steps_something_moves(lines_of):
     assert "starting" in "".join(lines_of())
     assert "starting the next step" in "".join(lines_of(*done("prepare_data")))
     assert "ending" in "".join(lines_of(*done("prepare_data"), *done("finish")))
-
-
-def test_a_mistake_that_the_check_finds_is_no_second_end_of_the_first_stage(lines_of):
-    found = ended("resolve_config", "failed", 2)
-    assert lines_of(*done("resolve_config"), begun("prepare_data"), found)[1:] == [
-        "resolve_config done in 1.5 s",
-        "prepare_data ...",
-        "the check of the configuration failed in 1.5 s",
-    ]
 
 
 @pytest.mark.usefixtures("terminal")
@@ -166,47 +207,11 @@ def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
     assert capsys.readouterr().err.count("\x1b[?25h") == 1
 
 
-def test_incidents_are_reported(lines_of):
-    assert lines_of(
-        AttemptBegin(global_step=0, steps=9, resumed=False),
-        Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
-        AttemptBegin(global_step=500, steps=900, resumed=True),
-    ) == [
-        "worker-0 ended with signal SIGKILL and is restarted",
-        "training resumes from global step 500",
-    ]
-
-
-def test_tasks_that_are_silent_or_given_up_are_reported(lines_of):
-    assert lines_of(
-        Stalled(tasks=("ps-0", "worker-1"), seconds=120.0),
-        EvaluatorLeft(reason="no [room]"),
-        TaskFailed(
-            task="ps-0", cause="signal SIGKILL", log="log.txt", last_lines=("[one]", "two")
-        ),
-    ) == [
-        "no progress for 2 min 00 s: no response from ps-0, worker-1",
-        "training continues without the evaluator: no [room]",
-        "ps-0 ended with signal SIGKILL:",
-        "[one]",
-        "two",
-    ]  # fmt: skip
-
-
-def test_a_damaged_checkpoint_is_reported_on_one_line(lines_of):
-    uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
-    assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [f"skipped {uri}: {reason}"]
-
-
 def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
     (line,) = lines_of(
         ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
     )
     assert line.startswith("ps-1 lost at global step 510; partial recovery")
-
-
-def test_an_event_that_is_of_no_interest_shows_nothing(lines_of):
-    assert lines_of(RunBegin(run_id="digits-1", number=1)) == []
 
 
 @pytest.mark.usefixtures("terminal")
@@ -230,35 +235,6 @@ def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns)
     assert any("150/300" in line for line in plain) or columns == "20"
     assert max(map(len, plain)) <= int(columns)
     assert columns == "20" or not any("…" in line for line in plain)
-
-
-def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
-    held = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
-    assert lines_of(
-        NewestVersion(dataset="digits", version="1.0.0"),
-        DataNote(text="'a' is text; set data.types: {a: class}"),
-        DataNote(text="constant: 'b' has one value", is_warning=True),
-        FromScratch(reason="digits has no champion yet below file:///r"),
-        WarmStart(uri="gs://b/step-00000005"),
-        WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)"),
-        HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by validation loss"),
-        TableEmpty(table="user_embedding", why="it was frozen"),
-        LeaseAwaited(**held, until="2027-01-15 08:00:00 UTC"),
-        LeaseTakenOver(**held, reason="has ended"),
-    ) == [
-        "the newest version of digits is 1.0.0",
-        "note: 'a' is text; set data.types: {a: class}",
-        "warning: constant: 'b' has one value",
-        "training begins from scratch: digits has no champion yet below file:///r",
-        "training begins with the weights of gs://b/step-00000005",
-        "training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded (a, b)",
-        "global step 9 of 12 is selected: best by validation loss",
-        "warning: the table user_embedding has no rows, so its ids share one row per shard: it was "
-        "frozen",
-        "waiting for the lease of file:///c: run a (process 7 on h) may be dead, but holds it "
-        "until 2027-01-15 08:00:00 UTC",
-        "took over the lease of file:///c from run a (process 7 on h), which has ended",
-    ]
 
 
 def work(share=0.43, time=1000.0, **fields):
@@ -317,14 +293,6 @@ class TestWork:
     def test_work_that_is_over_is_drawn_no_more(self, lines_of):
         text = "".join(lines_of(begun("prepare_data"), work(), work(is_over=True)))
         assert "reading the files" not in text
-
-
-@pytest.mark.parametrize(
-    ("step", "line"),
-    [("train_model", "stopping: saving the last checkpoint"), ("prepare_data", "stopping")],
-)
-def test_a_run_that_was_asked_to_end_says_what_it_still_does(lines_of, step, line):
-    assert lines_of(begun(step), Interrupted())[1:] == [line]
 
 
 @pytest.mark.usefixtures("terminal")

@@ -42,32 +42,20 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
 @pytest.mark.parametrize(
     ("tree", "state", "message"),
     [
-        (
-            {"model": {"name": "mlp"}},
-            "ok",
-            "mlp (7510 parameters) predicts label (int64 [] of 10 classes) from image (uint8 "
-            "[8, 8, 1]) of digits; the task is classification, "
-            "because the label 'label' (one int64 of 10 classes) names a class",
-        ),
-        (
-            {"model": {"name": "two_tower"}},
-            "fail",
-            "model two_tower: the model needs 2 classes, but the dataset has 10; set data.types: "
-            "{label: float} if it is a rating",
-        ),
-        (
-            {"data": {"dataset": "digitz"}},
-            "fail",
-            "data.dataset: TFDS has no dataset 'digitz'; did you mean 'digits'?; "
-            "to use your own builder, set data.dataset to package.module:Builder",
-        ),
-        (
-            {"model": {"name": "blocks:table"}},
-            "fail",
-            "model blocks:table has 1,600,000,000,170 parameters, but this machine has only",
-        ),
+        ({"model": {"name": "mlp"}}, "ok",
+         "mlp (7510 parameters) predicts label (int64 [] of 10 classes) from image (uint8 "
+         "[8, 8, 1]) of digits; the task is classification, "
+         "because the label 'label' (one int64 of 10 classes) names a class"),
+        ({"model": {"name": "two_tower"}}, "fail",
+         "model two_tower: the model needs 2 classes, but the dataset has 10; set data.types: "
+         "{label: float} if it is a rating"),
+        ({"data": {"dataset": "digitz"}}, "fail",
+         "data.dataset: TFDS has no dataset 'digitz'; did you mean 'digits'?; "
+         "to use your own builder, set data.dataset to package.module:Builder"),
+        ({"model": {"name": "blocks:table"}}, "fail",
+         "model blocks:table has 1,600,000,000,170 parameters, but this machine has only"),
     ],
-)
+)  # fmt: skip
 def test_what_the_trainer_finds(home, tree, state, message):
     (home / "blocks.py").write_text(HUGE, encoding="utf-8")
     found = fits(parse_config(tree), seconds=600)

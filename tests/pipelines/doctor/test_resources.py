@@ -102,78 +102,59 @@ def test_a_quota_for_some_pods_is_left_out(of_job, quota):
     )  # fmt: skip
 
 
-def test_gpus_under_another_name(of_job, node):
-    node("a", amd_com__gpu="8")
-    report = of_job(GPU)
+def nvidia(count, labels=None, **taint):
+    return {"labels": labels, "taints": [taint] if taint else (), "nvidia_com__gpu": str(count)}
+
+
+AMD, OTHER_NAME = {"amd_com__gpu": "8"}, "cluster.kubernetes.gpu_resource=amd.com/gpu"
+TEAM = {"key": "team", "value": "b"}
+TOLERATIONS = "cluster.kubernetes.worker.tolerations"
+SELECTOR = "cluster.kubernetes.worker.node_selector"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "setting", "finding"),
+    [
+        ([{}], "", ("fail", "; the nodes have no devices; ", "nvidia\\.com/gpu")),
+        ([AMD], "", ("fail", "no node has nvidia.com/gpu; the nodes have amd.com/gpu",
+         f"flotilla doctor --set {OTHER_NAME}")),
+        ([AMD], OTHER_NAME, ("ok", "", "")),
+        ([nvidia(1)] * 4, "", ("fail", "2 worker pods request 2 nvidia.com/gpu each; the 4 nodes "
+         "that accept them have room for 0 (one node has at most 1)", "")),
+        ([nvidia(3)], "", ("fail", "have room for 1", "")),
+        ([nvidia(3), nvidia(2)], "", ("ok", "requests 4 of 5", "")),
+        ([nvidia(8, **TEAM, effect="NoSchedule")], "", ("fail", "the 0 nodes that accept", "")),
+        ([nvidia(8, **TEAM, effect="NoExecute")], "", ("fail", "the 0 nodes that accept", "")),
+        ([nvidia(8, **TEAM, effect="NoSchedule")], f"{TOLERATIONS}=[{{key: team, value: b}}]",
+         ("ok", "", "")),
+        ([nvidia(8, **TEAM, effect="NoExecute")], f"{TOLERATIONS}=[{{key: team, value: c}}]",
+         ("fail", "", "")),
+        ([nvidia(8, **TEAM, effect="NoExecute")], f"{TOLERATIONS}=[{{operator: Exists}}]",
+         ("ok", "", "")),
+        # A taint with the name of the resource is tolerated.
+        ([nvidia(4, key="nvidia.com/gpu", value="present", effect="NoSchedule")], "",
+         ("ok", "", "")),
+        ([nvidia(8)], f"{SELECTOR}={{pool: gpu}}", ("fail", "", "")),
+        ([nvidia(8), nvidia(4, {"pool": "gpu"})], f"{SELECTOR}={{pool: gpu}}", ("ok", "", "")),
+    ],
+)  # fmt: skip
+def test_the_gpus_of_the_nodes_that_take_the_pods(of_job, node, nodes, setting, finding):
+    for number, each in enumerate(nodes):
+        node(f"node-{number}", **each)
+    report, (state, said, remedy) = of_job(GPU, *filter(None, [setting])), finding
     found = report["GPUs of the cluster"]
-    assert report.failed() == ["GPUs of the cluster"]
-    assert "no node has nvidia.com/gpu; the nodes have amd.com/gpu" in found["message"]
-    assert found["remedy"].endswith("--set cluster.kubernetes.gpu_resource=amd.com/gpu")
-    renamed = of_job(GPU, "cluster.kubernetes.gpu_resource=amd.com/gpu")
-    assert renamed["GPUs of the cluster"]["state"] == "ok"
+    assert report.failed() == (["GPUs of the cluster"] if state == "fail" else [])
+    assert found["state"] == state
+    assert said in found["message"]
+    assert remedy in found["remedy"]
 
 
-def test_no_gpus_at_all(of_job, node):
-    node("a")
-    found = of_job(GPU)["GPUs of the cluster"]
-    assert "; the nodes have no devices; " in found["message"]
-    assert "nvidia\\.com/gpu" in found["remedy"]
-
-
-def test_nodes_with_too_few_gpus_each(of_job, node):
-    for name in "abcd":
-        node(name, nvidia_com__gpu="1")
-    found = of_job(GPU)["GPUs of the cluster"]
-    assert found["state"] == "fail"
-    assert "2 worker pods request 2 nvidia.com/gpu each" in found["message"]
-    assert "have room for 0 (one node has at most 1)" in found["message"]
-
-
-def test_too_few_gpus_in_all(of_job, node):
-    node("a", nvidia_com__gpu="3")
-    assert "have room for 1" in of_job(GPU)["GPUs of the cluster"]["message"]
-    node("b", nvidia_com__gpu="2")
-    found = of_job(GPU)["GPUs of the cluster"]
-    assert (found["state"], "requests 4 of 5" in found["message"]) == ("ok", True)
-
-
-@pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
-def test_only_nodes_that_take_the_pods_count(of_job, node, effect):
-    taint = {"key": "team", "value": "b", "effect": effect}
-    node("a", nvidia_com__gpu="8", taints=[taint])
-    assert "the 0 nodes that accept them" in of_job(GPU)["GPUs of the cluster"]["message"]
-    tolerates = "cluster.kubernetes.worker.tolerations=[{key: team, value: b}]"
-    assert of_job(GPU, tolerates)["GPUs of the cluster"]["state"] == "ok"
-    other = "cluster.kubernetes.worker.tolerations=[{key: team, value: c}]"
-    assert of_job(GPU, other)["GPUs of the cluster"]["state"] == "fail"
-    everything = "cluster.kubernetes.worker.tolerations=[{operator: Exists}]"
-    assert of_job(GPU, everything)["GPUs of the cluster"]["state"] == "ok"
-
-
-def test_a_taint_called_as_the_gpu_is_tolerated(of_job, node):
-    taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
-    node("a", nvidia_com__gpu="4", taints=[taint])
-    assert of_job(GPU)["GPUs of the cluster"]["state"] == "ok"
-
-
-def test_nodes_are_selected_by_their_labels(of_job, node):
-    node("a", nvidia_com__gpu="8")
-    select = "cluster.kubernetes.worker.node_selector={pool: gpu}"
-    assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "fail"
-    node("b", {"pool": "gpu"}, nvidia_com__gpu="4")
-    assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "ok"
-
-
-def test_without_gpus_nobody_looks_for_them(of_job, kube):
+def test_devices_are_looked_for_only_where_a_limit_names_them(of_job, kube, node):
     assert "GPUs of the cluster" not in of_job().states()
     assert not [each for each in kube.server.requests if "nodes" in each]
-
-
-def test_another_device_of_the_limits_is_looked_for_too(of_job, node):
     node("a")
     limit = "cluster.kubernetes.worker.resources.limits={google.com/tpu: 4}"
-    report = of_job(limit)
-    assert report.failed() == ["google.com/tpu"]
+    assert of_job(limit).failed() == ["google.com/tpu"]
     node("b", google_com__tpu="8")
     assert of_job(limit)["google.com/tpu"]["state"] == "ok"
 

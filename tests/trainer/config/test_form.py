@@ -214,10 +214,8 @@ def test_whole_numbers_arrive_as_doubles():
     [
         ({"steps": -5}, "training.steps: -5 is not allowed"),
         ({"steps": 3.5}, "training.steps: 3.5 is not allowed"),
-        (
-            {"model": "mpl"},
-            "model.name: 'mpl' is not allowed: there is no model with this name; did you",
-        ),
+        ({"model": "mpl"},
+         "model.name: 'mpl' is not allowed: there is no model with this name; did you"),
         ({"label": "[a"}, "label: '[a' is not a list such as"),
         ({"settings": "gate"}, "settings: 'gate' is not a mapping of sections"),
         ({"settings": {"training": 3}}, "settings.training: 3 is not a section"),
@@ -226,7 +224,7 @@ def test_whole_numbers_arrive_as_doubles():
         ({"settings": {WHOLE: "{"}}, "settings.json must contain the text of a configuration"),
         ({"workers": 9}, "cluster.workers: 9 workers cannot share 8 shards"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_one_line(values, said):
     assert refused(**values).startswith(said)
 

@@ -125,10 +125,8 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         ("training.stepss=3", "training.stepss: no such key; did you mean 'steps'?"),
         ("trainin.steps=3", "trainin: no such key; did you mean 'training'?"),
         ("training.optimizer.nam=sgd", "training.optimizer.nam: no such key; did you mean 'name'?"),
-        (
-            "training.learning_rate=0.1",
-            "training.learning_rate: no such key; did you mean 'training.optimizer.learning_rate'?",
-        ),
+        ("training.learning_rate=0.1",
+         "training.learning_rate: no such key; did you mean 'training.optimizer.learning_rate'?"),
         ("training.workers=2", "training.workers: no such key; did you mean 'cluster.workers'?"),
         ("training.optimizer.xyz=1", "training.optimizer.xyz: no such key (one of name, learning_"),
         ("gate.minimum={}", "gate.minimum: no such key; did you mean 'min'?"),
@@ -141,16 +139,12 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         ("", "--set '' does not have the form section.key=value"),
         ("train\ning.steps=3", "train ing: no such key; did you mean 'training'?"),
         ('training.steps="\\ud800"', "the configuration cannot be written as JSON: "),
-        (
-            "model.args=&a {a: *a}",
-            "the configuration cannot be written as JSON: Circular reference",
-        ),
-        (
-            f"model.args={{a: {'[' * 300}{']' * 300}}}",
-            "the configuration cannot be written as JSON: ",
-        ),
+        ("model.args=&a {a: *a}",
+         "the configuration cannot be written as JSON: Circular reference"),
+        (f"model.args={{a: {'[' * 300}{']' * 300}}}",
+         "the configuration cannot be written as JSON: "),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_assignment(assignment, said):
     assert refused(load_config, None, [assignment]).startswith(said)
 

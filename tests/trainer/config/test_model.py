@@ -90,14 +90,12 @@ def test_a_mapping_without_globs_is_a_text():
         ({"from": "champion", "inculde": []}, "there is no key 'inculde'; did you mean 'include'"),
         ({"from": "champion", "layers": []}, "(one of from, include, exclude)"),
         ({"exclude": ["logits/*"]}, "the URI of the weights is missing; write {from: URI}"),
-        (
-            {"from": "", "exclude": ["logits/*"]},
-            "the URI of the weights is missing; write {from: URI}",
-        ),
+        ({"from": "", "exclude": ["logits/*"]},
+         "the URI of the weights is missing; write {from: URI}"),
         ({"from": "champion", "exclude": "logits/*"}, 'exclude: "logits/*" is not a list'),
         ({"from": "champion", "include": [""]}, 'include: [""] is not a list of globs'),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(value, words):
     with pytest.raises(ValueError, match=r".") as caught:
         initial_weights(value)

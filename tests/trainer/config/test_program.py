@@ -46,37 +46,25 @@ def test_only_placeholders_are_replaced():
         ({"program": {"command": ["a"], "env": {"A": "{x}"}}}, "no placeholder {x}"),
         ({"program": {"command": [" "]}}, "the program, is empty"),
         ({"program": {"command": ["a"], "roles": {"wrker": 1}}}, "no role 'wrker'"),
-        (
-            {"program": {"command": ["a"], "roles": {"ps": 1}}},
-            "there is no leading task; add the role chief",
-        ),
+        ({"program": {"command": ["a"], "roles": {"ps": 1}}},
+         "there is no leading task; add the role chief"),
         ({"program": {"command": ["a"], "roles": {"chief": 2}}}, "at most one task may have it"),
         ({"program": {"command": ["a"], "env": {"TF_CONFIG": "x"}}}, "set by Flotilla"),
-        (
-            {"program": {"command": ["a"], "env": {"A B": "x"}}},
-            "not a valid name for an environment variable",
-        ),
+        ({"program": {"command": ["a"], "env": {"A B": "x"}}},
+         "not a valid name for an environment variable"),
         ({"program": {"command": ["a"], "env": {"HF_TOKEN": "hf_x"}}}, "HF_TOKEN looks like a"),
-        (
-            {"program": {"command": ["a"], "checkpoint_marker": "a/b"}},
-            "give a file name without a folder",
-        ),
+        ({"program": {"command": ["a"], "checkpoint_marker": "a/b"}},
+         "give a file name without a folder"),
         ({"program": {"env": {"A": "x"}}}, "program.env: it has no effect without program.command"),
-        (
-            {"program": {"command": ["a"]}, "training": {"optimizer": {"name": "sgd"}}},
-            "training.optimizer: it has no effect on program.command, which trains its own",
-        ),
-        (
-            {"program": {"command": ["a"]}, "model": {"name": "cnn"}},
-            "model.name: it has no effect on program.command",
-        ),
-        (
-            {"program": {"command": ["a"]}, "data": {"disk": "1GB"}},
-            "data.disk: it has no effect on program.command",
-        ),
+        ({"program": {"command": ["a"]}, "training": {"optimizer": {"name": "sgd"}}},
+         "training.optimizer: it has no effect on program.command, which trains its own"),
+        ({"program": {"command": ["a"]}, "model": {"name": "cnn"}},
+         "model.name: it has no effect on program.command"),
+        ({"program": {"command": ["a"]}, "data": {"disk": "1GB"}},
+         "data.disk: it has no effect on program.command"),
         ({"program": {"command": ["a"]}, "data": {"partition": "dynamic"}}, "choose disjoint"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_one_line_with_its_key(tree, said):
     with pytest.raises(ConfigError, match="program") as error:
         parse_config(tree)

@@ -59,15 +59,11 @@ BAD = [
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
     ("cluster.gpu_memory_fraction=1.5", "cluster.gpu_memory_fraction: 1.5 is not allowed"),
-    (
-        "model.name=mpl",
-        "model.name: 'mpl' is not allowed: there is no model with this name; did you mean",
-    ),
-    (
-        "model.name=transformer",
-        "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, text, "
-        "sequence, or package.module:name)",
-    ),
+    ("model.name=mpl",
+     "model.name: 'mpl' is not allowed: there is no model with this name; did you mean"),
+    ("model.name=transformer",
+     "(one of auto, softmax, mlp, cnn, two_tower, two_tower_ranker, gru, tabular, text, "
+     "sequence, or package.module:name)"),
     ("model.name=':net'", "model.name: ':net' is not allowed"),
     ("model.name='my.models:'", "model.name: 'my.models:' is not allowed"),
     ("model.name='my models:net'", "model.name: 'my models:net' is not allowed"),
@@ -84,10 +80,8 @@ BAD = [
     ("training.steps=", "training.steps: None is not allowed: input should be a valid integer"),
     ("training.batch_size=0", "training.batch_size: 0 is not allowed"),
     ("training.optimizer.name=adm", "training.optimizer.name: 'adm' is not allowed"),
-    (
-        "training.optimizer.name=zzz",
-        "there is no optimizer with this name (one of adadelta, adafactor,",
-    ),
+    ("training.optimizer.name=zzz",
+     "there is no optimizer with this name (one of adadelta, adafactor,"),
     ("training.optimizer.learning_rate=0", "0 is not allowed: input should be greater than 0"),
     ("training.optimizer.learning_rate=.nan", "nan is not allowed: input should be a finite"),
     ("training.strategy=singel", "there is no strategy with this name; did you mean 'single'?"),
@@ -102,10 +96,8 @@ BAD = [
     ("data.buckets=[8, 4]", "the lengths must be in ascending order"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
     ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is placed on 'ps0'; write the"),
-    (
-        "cluster.placement={'*': 'ps:1'}",
-        "cluster.placement: '*' is placed on 'ps:1'; it must be ps:0 to ps:0",
-    ),
+    ("cluster.placement={'*': 'ps:1'}",
+     "cluster.placement: '*' is placed on 'ps:1'; it must be ps:0 to ps:0"),
     ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
     ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
     ("training.checkpoint_every=0", "training.checkpoint_every: 0 is not allowed"),
@@ -115,42 +107,26 @@ BAD = [
     ("training.mixed_precision=fp16", "input should be '', 'bfloat16' or 'float16'"),
     ("training.accumulate=0", "training.accumulate: 0 is not allowed"),
     ("training.ema=1", "training.ema: 1 is not allowed: input should be less than 1"),
-    (
-        "training.warm_start={form: champion}",
-        "training.warm_start: there is no key 'form'; did you",
-    ),
-    (
-        "training.warm_start={include: [a]}",
-        "training.warm_start: the URI of the weights is missing; write {from",
-    ),
-    (
-        "training.warm_start={from: 5}",
-        "training.warm_start: the URI of the weights is missing; write {from: URI}",
-    ),
+    ("training.warm_start={form: champion}",
+     "training.warm_start: there is no key 'form'; did you"),
+    ("training.warm_start={include: [a]}",
+     "training.warm_start: the URI of the weights is missing; write {from"),
+    ("training.warm_start={from: 5}",
+     "training.warm_start: the URI of the weights is missing; write {from: URI}"),
     ("training.warm_start={from: champ}", "training.warm_start: it must be champion, the URI of"),
-    (
-        "training.warm_start={from: champion, include: a}",
-        'training.warm_start: include: "a" is not a list of globs',
-    ),
+    ("training.warm_start={from: champion, include: a}",
+     'training.warm_start: include: "a" is not a list of globs'),
     ("training.warm_start={from: champion, exclude: [1]}", "exclude: [1] is not a list of globs"),
     ("training.warm_start=[champion]", "write a URI, champion, or {from, include, exclude}"),
-    (
-        "training.warm_start=5",
-        "5 is not allowed: write a URI, champion, or {from, include, exclude}",
-    ),
+    ("training.warm_start=5",
+     "5 is not allowed: write a URI, champion, or {from, include, exclude}"),
     ("training.freeze=hidden", "training.freeze: 'hidden' is not allowed"),
-    (
-        "training.hand_on=newest",
-        "training.hand_on: 'newest' is not allowed: input should be 'best' or",
-    ),
-    (
-        "training.warm_start=champ",
-        "(file:///path, gs://, s3:// or minio://), or a .keras file; did",
-    ),
-    (
-        "training.warm_start=runs/a",
-        "training.warm_start: 'runs/a' is not allowed: it must be champion",
-    ),
+    ("training.hand_on=newest",
+     "training.hand_on: 'newest' is not allowed: input should be 'best' or"),
+    ("training.warm_start=champ",
+     "(file:///path, gs://, s3:// or minio://), or a .keras file; did"),
+    ("training.warm_start=runs/a",
+     "training.warm_start: 'runs/a' is not allowed: it must be champion"),
     ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
     ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
@@ -160,10 +136,8 @@ BAD = [
     ("gate.min.accuracy=.nan", "gate.min.accuracy: nan is not allowed"),
     ("gate.min.accuracy=high", "gate.min.accuracy: 'high' is not allowed"),
     ("export.formats=[]", "export.formats: [] is not allowed"),
-    (
-        "export.formats=[onnx]",
-        "'onnx' is not allowed: input should be 'saved_model', 'keras', 'tflite' or 'tflite_int8'",
-    ),
+    ("export.formats=[onnx]",
+     "'onnx' is not allowed: input should be 'saved_model', 'keras', 'tflite' or 'tflite_int8'"),
     ("export.formats=keras", "export.formats: 'keras' is not allowed"),
     ("storage.root=runs", "storage.root: 'runs' is not allowed: it is not a URI"),
     ("storage.root=file://runs", "storage.root: 'file://runs' is not allowed: it is not a URI"),
@@ -171,7 +145,7 @@ BAD = [
     ("storage.root=gs://", "storage.root: 'gs://' is not allowed: it is not a URI"),
     ("storage.root=gs:/bucket", "storage.root: 'gs:/bucket' is not allowed: it is not a URI"),
     ("storage.root=http://host/a", "write it as file:///path, gs://, s3:// or minio://"),
-]
+]  # fmt: skip
 
 
 def refused(*assignments):
@@ -262,16 +236,12 @@ def test_shards_are_counted_only_where_workers_part_them(enough):
 @pytest.mark.parametrize(
     ("other", "line"),
     [
-        (
-            "training.strategy=mine.steps:Own",
-            "data.partition: dynamic works only with the strategies single,",
-        ),
-        (
-            "data.disk=1GB",
-            "data.disk: with data.partition: dynamic, a worker may be assigned any example",
-        ),
+        ("training.strategy=mine.steps:Own",
+         "data.partition: dynamic works only with the strategies single,"),
+        ("data.disk=1GB",
+         "data.disk: with data.partition: dynamic, a worker may be assigned any example"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_go_with_dynamic_is_refused_by_name(other, line):
     assert line in refused("data.partition=dynamic", other)
     assert load_config(None, [other])
@@ -333,21 +303,14 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        (
-            "training.strategy=multi_worker_mirrored",
-            "multi_worker_mirrored has no servers; "
-            "leave it out, or choose a strategy with parameter servers",
-        ),
-        (
-            "training.strategy=single",
-            "single has no servers; leave it out, or choose a strategy with parameter servers",
-        ),
-        (
-            "cluster.in_process=true",
-            "cluster.in_process, which starts servers, is also set; leave one of them out",
-        ),
+        ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers; "
+         "leave it out, or choose a strategy with parameter servers"),
+        ("training.strategy=single",
+         "single has no servers; leave it out, or choose a strategy with parameter servers"),
+        ("cluster.in_process=true",
+         "cluster.in_process, which starts servers, is also set; leave one of them out"),
     ],
-)
+)  # fmt: skip
 def test_servers_that_run_are_joined_where_servers_are_used(other, said):
     assert refused("cluster.existing_servers=true", other) == f"cluster.existing_servers: {said}"
 
@@ -362,12 +325,10 @@ def test_servers_that_run_are_joined_where_servers_are_used(other, said):
         ({"from": "champion", "include": []}, "champion"),
         ({"from": "gs://b/c/", "exclude": ["a"]}, {"from": "gs://b/c", "exclude": ["a"]}),
         ("/models/base.keras", "file:///models/base.keras"),
-        (
-            {"from": "/models/base.keras", "include": ["a"]},
-            {"from": "file:///models/base.keras", "include": ["a"]},
-        ),
+        ({"from": "/models/base.keras", "include": ["a"]},
+         {"from": "file:///models/base.keras", "include": ["a"]}),
     ],
-)
+)  # fmt: skip
 def test_a_warm_start_is_kept_in_one_form(value, kept):
     config = parse_config({"training": {"warm_start": value}})
     assert config.training.warm_start == kept

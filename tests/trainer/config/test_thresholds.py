@@ -56,20 +56,16 @@ def test_a_margin_in_units_is_the_gates_and_no_evaluation_depends_on_it():
         ({"champion": {"confidence": 0.4}}, "gate.champion.confidence: 0.4 is not allowed"),
         ({"champion": {"confidence": 1}}, "gate.champion.confidence: 1 is not allowed"),
         ({"champion": {"better": "more"}}, "gate.champion.better: 'more' is not allowed"),
-        (
-            {"champion": "not_worse"},
-            "champion: the gate now compares with a margin; write champion",
-        ),
+        ({"champion": "not_worse"},
+         "champion: the gate now compares with a margin; write champion"),
         ({"min_gain": 0.1}, "min_gain: the gate now compares with a margin; write champion: {mar"),
-        (
-            {"min": {"top-3": 0.5}},
-            "'top-3' does not begin with a metric; write accuracy or accuracy@",
-        ),
+        ({"min": {"top-3": 0.5}},
+         "'top-3' does not begin with a metric; write accuracy or accuracy@"),
         ({"max": {"loss@": 0.5}}, "'loss@' has no slice; write loss@feature=value"),
         ({"min": {"binary_accuracy": 95}}, "binary_accuracy is a share: 95 is not between 0 and"),
         ({"max": {"price_auc@shop=a": 2}}, "price_auc is a share: 2 is not between 0 and 1"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_refused_by_name(gate, words):
     with pytest.raises(ConfigError) as caught:
         parse_config({"gate": gate})
@@ -116,12 +112,9 @@ def test_a_metric_of_an_output_of_any_name_may_be_bounded():
         ("auc", ["accuracy", "macro_auc"], "; it is now called 'macro_auc'"),
         ("left_pr_auc", ["left_average_precision"], "; it is now called 'left_average_precision'"),
         ("acuracy", ["accuracy"], "; did you mean 'accuracy'?"),
-        (
-            "left_rmse",
-            ["r2_score", "left_root_mean_squared_error"],
-            "; did you mean 'left_root_mean_squared_error'?",
-        ),
+        ("left_rmse", ["r2_score", "left_root_mean_squared_error"],
+         "; did you mean 'left_root_mean_squared_error'?"),
     ],
-)
+)  # fmt: skip
 def test_a_metric_that_was_renamed_says_its_name(old, known, hint):
     assert present_name(old, known) == hint

@@ -157,48 +157,36 @@ def test_a_cluster_without_a_chief():
         ("{}", "TF_CONFIG: 'cluster' must map roles to lists of host:port"),
         (config_of(cluster={}), "TF_CONFIG: 'cluster' must map roles"),
         (config_of(cluster=["a:1"]), "TF_CONFIG: 'cluster' must map roles"),
-        (
-            config_of(cluster={"workers": []}),
-            "TF_CONFIG: there is no role 'workers'; did you mean 'worker'",
-        ),
-        (
-            config_of(cluster={"x": []}),
-            "TF_CONFIG: there is no role 'x' (one of chief, ps, worker, evaluat",
-        ),
+        (config_of(cluster={"workers": []}),
+         "TF_CONFIG: there is no role 'workers'; did you mean 'worker'"),
+        (config_of(cluster={"x": []}),
+         "TF_CONFIG: there is no role 'x' (one of chief, ps, worker, evaluat"),
         (config_of(cluster={"worker": "a:1"}), "TF_CONFIG: the tasks of 'worker' must be a lis"),
         (config_of(cluster={"worker": ["a"]}), "TF_CONFIG: 'a' of 'worker' is not host:port"),
         (config_of(cluster={"worker": [1]}), "TF_CONFIG: 1 of 'worker' is not host:port"),
         (config_of(cluster={"worker": ["a:0"]}), "TF_CONFIG: 'a:0' of 'worker' is not"),
         (config_of(cluster={"worker": ["a:65536"]}), "TF_CONFIG: 'a:65536' of 'worker' is not"),
         (config_of(cluster={"worker": ["a:1\n"]}), r"TF_CONFIG: 'a:1\n' of 'worker' is not"),
-        (
-            config_of(cluster={"worker": ["a:\u0661"]}),
-            "TF_CONFIG: 'a:\u0661' of 'worker' is not host:port",
-        ),
+        (config_of(cluster={"worker": ["a:\u0661"]}),
+         "TF_CONFIG: 'a:\u0661' of 'worker' is not host:port"),
         (config_of(cluster={"worker": ["grpc://a:1"]}), "TF_CONFIG: 'grpc://a:1' of 'worker'"),
-        (
-            config_of(cluster={"worker": ["a:1"], "ps": ["a:1"]}),
-            "TF_CONFIG: a:1 is in the cluster twice",
-        ),
+        (config_of(cluster={"worker": ["a:1"], "ps": ["a:1"]}),
+         "TF_CONFIG: a:1 is in the cluster twice"),
         (json.dumps({"cluster": CLUSTER}), "TF_CONFIG: 'task' must be an object with 'type'"),
-        (
-            config_of(task={"type": "work"}),
-            "TF_CONFIG: there is no task type 'work'; did you mean 'worker'",
-        ),
+        (config_of(task={"type": "work"}),
+         "TF_CONFIG: there is no task type 'work'; did you mean 'worker'"),
         (config_of(task={"type": ["ps"]}), "TF_CONFIG: there is no task type ['ps']"),
         (config_of(task={}), "TF_CONFIG: there is no task type None"),
         (config_of(task={"type": "worker", "index": 2}), "TF_CONFIG: task worker-2 is not in the"),
-        (
-            config_of(task={"type": "ps", "index": -1}),
-            "TF_CONFIG: task index -1 is not a whole number of at least 0",
-        ),
+        (config_of(task={"type": "ps", "index": -1}),
+         "TF_CONFIG: task index -1 is not a whole number of at least 0"),
         (config_of(task={"type": "ps", "index": True}), "TF_CONFIG: task index True is not"),
         (config_of(task={"type": "ps", "index": 1.0}), "TF_CONFIG: task index 1.0 is not"),
         (config_of(task={"type": "ps", "index": "\u0663"}), "TF_CONFIG: task index '٣' is not"),
         (config_of(task={"type": "ps", "index": "9" * 5000}), "TF_CONFIG: task index '999"),
         (config_of(task={"type": "ps", "index": None}), "TF_CONFIG: task index None is not"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said_in_one_line(text, said):
     assert refused(text).startswith(said)
 

@@ -49,17 +49,13 @@ def test_progress_says_the_epoch_where_it_is_known():
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (
-            CheckpointPublished(uri="gs://b/c", global_step=7),
-            "checkpoint of global step 7: gs://b/c",
-        ),
+        (CheckpointPublished(uri="gs://b/c", global_step=7),
+         "checkpoint of global step 7: gs://b/c"),
         (UploadFailed(reason="no answer"), "cannot upload a checkpoint yet: no answer"),
-        (
-            Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
-            "validation of global step 7: loss 0.5  accuracy 0.25",
-        ),
+        (Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
+         "validation of global step 7: loss 0.5  accuracy 0.25"),
     ],
-)
+)  # fmt: skip
 def test_what_a_log_shows_and_a_progress_bar_does_not(event, line):
     assert LogLines().take(event) == line
     assert format_event(event) == ""
@@ -81,36 +77,20 @@ def test_what_both_show_and_what_neither_does():
 @pytest.mark.parametrize(
     ("servers", "recovery", "back_to", "line"),
     [
-        (
-            ("ps-1",),
-            "partial",
-            400,
-            "ps-1 lost at global step 510; partial recovery: only its variables go 110 steps back "
-            "to 400; the others are kept",
-        ),
-        (
-            ("ps-0", "ps-2"),
-            "partial",
-            400,
-            "ps-0, ps-2 lost at global step 510; partial recovery: only their variables go 110 "
-            "steps back to 400; the others are kept",
-        ),
-        (
-            ("ps-0",),
-            "full",
-            400,
-            "ps-0 lost at global step 510; full recovery: all variables go 110 steps back to 400 "
-            "(why)",
-        ),
-        (
-            ("ps-0",),
-            "full",
-            -1,
-            "ps-0 lost at global step 510; full recovery: all variables go to the newest "
-            "checkpoint (why)",
-        ),
+        (("ps-1",), "partial", 400,
+         "ps-1 lost at global step 510; partial recovery: only its variables go 110 steps back "
+         "to 400; the others are kept"),
+        (("ps-0", "ps-2"), "partial", 400,
+         "ps-0, ps-2 lost at global step 510; partial recovery: only their variables go 110 "
+         "steps back to 400; the others are kept"),
+        (("ps-0",), "full", 400,
+         "ps-0 lost at global step 510; full recovery: all variables go 110 steps back to 400 "
+         "(why)"),
+        (("ps-0",), "full", -1,
+         "ps-0 lost at global step 510; full recovery: all variables go to the newest "
+         "checkpoint (why)"),
     ],
-)
+)  # fmt: skip
 def test_it_is_said_what_goes_back_as_servers_are_lost(servers, recovery, back_to, line):
     event = ServersLost(
         servers=servers, recovery=recovery, global_step=510, back_to=back_to, reason="why"

@@ -23,17 +23,12 @@ from tests.trainer.program.runs import COUNT, COUNTS, make_job, published_steps
 @pytest.mark.parametrize(
     ("code", "several", "kind"),
     [
-        (1, True, ClusterLostError),
-        (1, False, UserError),
-        (2, True, ConfigError),
-        (3, True, UserError),
-        (126, True, ConfigError),
-        (127, True, ConfigError),
-        (138, False, ClusterLostError),
-        (-9, False, ClusterLostError),
+        (1, True, ClusterLostError), (1, False, UserError), (2, True, ConfigError),
+        (3, True, UserError), (126, True, ConfigError), (127, True, ConfigError),
+        (138, False, ClusterLostError), (-9, False, ClusterLostError),
         (-99, False, ClusterLostError),
     ],
-)
+)  # fmt: skip
 def test_the_exit_code_decides(code, several, kind):
     error = judge_end(code, ["a", "why"], several=several)
     assert type(error) is kind

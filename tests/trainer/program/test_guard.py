@@ -20,26 +20,14 @@ FILE = Path(guard.__file__)
 
 def test_it_needs_python_3_8_and_nothing_else():
     tree = ast.parse(FILE.read_text("utf-8"), feature_version=(3, 8))
-    imported = {
-        name.name.partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Import)
-        for name in node.names
-    } | {
-        (node.module or "").partition(".")[0]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-    }
-    assert imported <= sys.stdlib_module_names
+    nodes = list(ast.walk(tree))
+    plain = [each.name for node in nodes if isinstance(node, ast.Import) for each in node.names]
+    plain += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert {name.partition(".")[0] for name in plain} <= sys.stdlib_module_names
     # Subscripting a built-in type outside of an annotation needs Python 3.9.
-    names = {
-        node.value.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        and isinstance(node.value, ast.Subscript)
-        and isinstance(node.value.value, ast.Name)
-        for node in [node.value]
-    }
+    values = [node.value for node in nodes if isinstance(node, ast.Assign)]
+    subscripted = [each.value for each in values if isinstance(each, ast.Subscript)]
+    names = {each.id for each in subscripted if isinstance(each, ast.Name)}
     assert not names & {"dict", "list", "tuple", "set"}
 
 
@@ -53,11 +41,8 @@ class Agent:
         self.listener.settimeout(30)
         self.log = folder / "output.txt"
         with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-IS", FILE, "--socket", folder / guard.SOCKET, *options],
-                stdout=output,
-                stderr=output,
-            )
+            command = [sys.executable, "-IS", FILE, "--socket", folder / guard.SOCKET, *options]
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
         self.accept()
 
     def accept(self):

@@ -94,8 +94,8 @@ def test_the_step_of_a_checkpoint(metrics, tmp_path):
 
 
 def test_a_long_training_keeps_a_limited_history(metrics, tmp_path):
-    for step in range(1, 9001):
-        take(metrics, step=step, steps=9000)
+    for step in range(1, 5001):
+        take(metrics, step=step, steps=5000)
         metrics.flush()
     assert 1000 < len(read_history(uri_of(tmp_path / "run"))) <= 2001
 

@@ -123,11 +123,8 @@ def test_a_new_attempt_publishes_what_was_whole_and_begins_from_it(job, folders)
     (folders.checkpoints / "ckpt-4.index").touch()
     again = publisher_of(job, folders)
     assert again.step == 3
-    assert names(folders.checkpoints) == [
-        "checkpoint",
-        "ckpt-3.data-00000-of-00001",
-        "ckpt-3.index",
-    ]
+    whole = ["checkpoint", "ckpt-3.data-00000-of-00001", "ckpt-3.index"]
+    assert names(folders.checkpoints) == whole
     publisher_of(job, folders)
     assert published_steps(job) == [3]
 

@@ -51,11 +51,6 @@ def store(monkeypatch):
     answers.set()
 
 
-def wait_for(seen, is_it):
-    while not is_it(seen.get(timeout=30)):
-        pass
-
-
 def test_progress_and_a_stop_do_not_wait_for_it(tmp_path, job, store):
     # pytest creates `job` before `store`, so that the dataset of the job can be published.
     agent = Agent(job, Cluster(addresses={"chief": ("a:1",)}), CHIEF, grace=1)

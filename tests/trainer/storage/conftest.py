@@ -51,18 +51,6 @@ def make(tmp_path: Path) -> Make:
     return _make
 
 
-def path_of(uri: str) -> Path:
-    path = storage.local_path(uri)
-    assert path is not None
-    return path
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    """Return the contents of all files below a folder, including hidden ones."""
-    paths = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-
 def left_over(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.name.endswith(".part")]
 

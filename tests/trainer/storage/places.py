@@ -35,29 +35,34 @@ class Place(Protocol):
         """Return all files below a URI by relative path, including hidden ones."""
 
 
+def path_of(uri: str) -> Path:
+    path = storage.local_path(uri)
+    assert path is not None
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all files below a folder, including hidden ones."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
 class FilePlace:
     def __init__(self, folder: Path) -> None:
         self.root = storage.uri_of(folder / AWKWARD)
 
     def get(self, uri: str) -> bytes:
-        return self._path(uri).read_bytes()
+        return path_of(uri).read_bytes()
 
     def put(self, uri: str, data: bytes) -> None:
-        self._path(uri).parent.mkdir(parents=True, exist_ok=True)
-        self._path(uri).write_bytes(data)
+        path_of(uri).parent.mkdir(parents=True, exist_ok=True)
+        path_of(uri).write_bytes(data)
 
     def remove(self, uri: str) -> None:
-        self._path(uri).unlink()
+        path_of(uri).unlink()
 
     def content(self, uri: str) -> dict[str, bytes]:
-        folder = self._path(uri)
-        paths = (path for path in folder.rglob("*") if path.is_file())
-        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
-
-    def _path(self, uri: str) -> Path:
-        path = storage.local_path(uri)
-        assert path is not None
-        return path
+        return content(path_of(uri))
 
 
 class BucketPlace:
@@ -96,8 +101,7 @@ def fetched(uri: str, folder: Path) -> dict[str, bytes]:
     """Return the files that a reader fetches from a published directory."""
     target = folder / "fetched"
     storage.fetch(uri, target)
-    paths = [path for path in target.rglob("*") if path.is_file()]
-    found = {path.relative_to(target).as_posix(): path.read_bytes() for path in paths}
+    found = content(target)
     shutil.rmtree(target)
     return found
 

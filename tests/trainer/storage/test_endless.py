@@ -3,7 +3,6 @@
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,11 +109,12 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
     def changed(*_: object) -> None:
         raise ChangedError
 
+    source = make(files={"large": bytes((8 << 20) + 1)})
     with monkeypatch.context() as patch:
         patch.setattr(s3.S3Bucket, "_abort", killed)
         patch.setattr(s3.S3Bucket, "_parts", changed)
         with pytest.raises(UserError):
-            storage.publish(make(files={"large": bytes((8 << 20) + 1)}), uri, kind="x")
+            storage.publish(source, uri, kind="x")
 
     def uploads() -> list[str]:
         found = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
@@ -128,13 +128,6 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
     assert mark.endswith(".flotilla-upload")
     assert uploads() == [foreign]
     assert place.content(place.root) == {}
-
-
-def test_an_upload_leaves_no_mark(
-    make: Make, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
-    uri = storage.join(place.root, "model")
-    storage.publish(make(files={"large": bytes((8 << 20) + 1)}), uri, kind="x")
+    storage.publish(source, uri, kind="x")
+    # A successful upload leaves no mark.
     assert sorted(place.content(uri)) == ["MANIFEST.json", "large"]
-    storage.fetch(uri, tmp_path / "fetched")

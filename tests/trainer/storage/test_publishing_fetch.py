@@ -13,8 +13,8 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import FileStore
 from flotilla.trainer.storage.object_store import ObjectStore
 
-from .conftest import EVERY, FILES, Make, content, left_over
-from .places import BucketPlace, FilePlace, Place
+from .conftest import EVERY, FILES, Make, left_over
+from .places import BucketPlace, FilePlace, Place, content
 
 
 @pytest.fixture

@@ -68,10 +68,10 @@ def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
 @pytest.mark.parametrize(
     "uri",
     ["file:///a", "file:///a%20b", "gs://bucket", "gs://bucket/k",
-     "minio://bucket/p?endpoint=http://h:9&disableSSL=true"],
+     "minio://bucket?endpoint=a:1", "minio://bucket/p?endpoint=http://h:9&disableSSL=true"],
 )  # fmt: skip
 def test_the_parent_is_what_a_name_was_joined_to(uri: str) -> None:
-    for name in ("x", "a b", "what?", "100%"):
+    for name in ("x", "a b", "ü é", "what?", "?endpoint=x", "100%", "100%25", "%3F", "#"):
         below = storage.join(uri, name)
         assert (storage.parent_of(below), storage.name_of(below)) == (uri, name)
 

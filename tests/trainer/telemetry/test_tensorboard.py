@@ -1,4 +1,4 @@
-"""Tests the TensorBoard files of a run: metrics at their steps, the configuration and the profile."""
+"""Tests the TensorBoard files of a run: metrics at their steps, configuration and profile."""
 
 import resource
 from pathlib import Path

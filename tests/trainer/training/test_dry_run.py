@@ -91,16 +91,13 @@ def configured(tree):
     ("model", "tree", "message"),
     [
         ("frozen", {}, "nothing can be trained, because all variables are frozen, by"),
-        (
-            "frozen layers",
-            SAVED_ALONE,
-            "nothing can be trained, because all variables are frozen, by",
-        ),
+        ("frozen layers", SAVED_ALONE,
+         "nothing can be trained, because all variables are frozen, by"),
         ("without variables", {}, "nothing can be trained, because the model has no"),
         ("lambda", {}, "layer half (Lambda) cannot be saved as .keras and loaded "),
         ("own", {}, "layer kept (Kept) cannot be saved as .keras and loaded again: "),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_cannot_be_trained_or_exported_is_refused(model, tree, message):
     with pytest.raises(ConfigError) as error:
         require(configured(tree), MODELS[model]())
@@ -176,26 +173,17 @@ def test_a_train_step_of_the_models_own_is_run_by(strategy):
 @pytest.mark.parametrize(
     ("training", "own", "message"),
     [
-        (
-            {"strategy": "in_graph"},
-            None,
-            "model some:model has a custom train_step, which training.strategy in_graph cannot run"
-            "; use single or multi_worker_mirrored, or ",
-        ),
+        ({"strategy": "in_graph"}, None,
+         "model some:model has a custom train_step, which training.strategy in_graph cannot run"
+         "; use single or multi_worker_mirrored, or "),
         ({}, None, "model some:model has a custom train_step, which training.strategy "),
-        (
-            {"strategy": "single", "jit_compile": True},
-            None,
-            "training.jit_compile: model some:model has a custom train_step, which runs without "
-            "XLA; ",
-        ),
-        (
-            {"strategy": "single"},
-            keras.optimizers.SGD,
-            "model some:model: its train_step has a separate optimizer (own), which no checkpo",
-        ),
+        ({"strategy": "single", "jit_compile": True}, None,
+         "training.jit_compile: model some:model has a custom train_step, which runs without "
+         "XLA; "),
+        ({"strategy": "single"}, keras.optimizers.SGD,
+         "model some:model: its train_step has a separate optimizer (own), which no checkpo"),
     ],
-)
+)  # fmt: skip
 def test_a_train_step_of_the_models_own_is_refused_where_it_cannot_run(training, own, message):
     with pytest.raises(ConfigError) as error:
         # This error is reported instead of the missing registration.
@@ -246,15 +234,13 @@ def test_a_metric_that_nothing_measures_is_refused():
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (
-            "acuracy",
-            "classification and the model do not measure 'acuracy'; did you mean 'accuracy'?",
-        ),
+        ("acuracy",
+         "classification and the model do not measure 'acuracy'; did you mean 'accuracy'?"),
         ("accuracy@label=2", "classification and the model do not measure 'accuracy@label=2'"),
         ("share", "cannot tell which value of 'share' is better; set gate"),
         ("accuracy", ""),
     ],
-)
+)  # fmt: skip
 def test_a_main_metric_has_to_be_measured_and_to_have_a_direction(name, words):
     objective = of_classes(3)
     objective.task.directions = {**objective.task.directions, "share": None}
@@ -394,13 +380,11 @@ def test_a_layer_may_have_any_name(tmp_path, name):
     ("name", "message"),
     [
         ("dictionary", "the output is a dict ('label'), but the task has one output; return the"),
-        (
-            "own_function",
-            "layer own (Activation) cannot be saved as .keras and loaded again: "
-            "Could not locate function 'swish'; decorate swish with @keras.saving.register_keras",
-        ),
+        ("own_function",
+         "layer own (Activation) cannot be saved as .keras and loaded again: "
+         "Could not locate function 'swish'; decorate swish with @keras.saving.register_keras"),
     ],
-)
+)  # fmt: skip
 def test_what_does_not_fit_is_one_line(tmp_path, name, message):
     with pytest.raises(ConfigError) as error:
         fitted(tmp_path, name)

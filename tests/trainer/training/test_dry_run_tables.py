@@ -59,24 +59,15 @@ def refused(tmp_path, monkeypatch):
         (("no",), {}, "task classification: all examples of the split 'train' have the same"),
         (("no",), {"task": {"positive": "yes"}}, "task.positive: "),
         (("no", "yes"), {"gate": {"min": {"macro_f1": 0.1}}}, "gate.min.macro_f1: "),
-        (
-            ("no", "yes"),
-            {"gate": {"min": {"accuracy@churn=maybe": 0.1}}},
-            "gate.min.accuracy@churn=maybe: 'churn' has no class 'maybe'; did you mean 'yes'?",
-        ),
-        (
-            ("a", "b", "c"),
-            {"training": {"class_weights": {"d": 2.0}}},
-            "training.class_weights: there is no class 'd'",
-        ),
+        (("no", "yes"), {"gate": {"min": {"accuracy@churn=maybe": 0.1}}},
+         "gate.min.accuracy@churn=maybe: 'churn' has no class 'maybe'; did you mean 'yes'?"),
+        (("a", "b", "c"), {"training": {"class_weights": {"d": 2.0}}},
+         "training.class_weights: there is no class 'd'"),
         (("a", "b", "c"), {"training": {"class_weights": "balanced"}}, ""),
-        (
-            ("a", "b", "c"),
-            {"model": {"name": "own_models:seven"}},
-            "model own_models:seven: the output must be floats of shape (batch, 3) for class",
-        ),
+        (("a", "b", "c"), {"model": {"name": "own_models:seven"}},
+         "model own_models:seven: the output must be floats of shape (batch, 3) for class"),
     ],
-)
+)  # fmt: skip
 def test_classes_that_first_rows_do_not_have_are_no_reason(refused, labels, tree, whole_said):
     assert refused(churn(*labels), dict(tree)) == ""
     assert refused(churn(*labels), dict(tree), whole=True).startswith(whole_said)
@@ -104,54 +95,34 @@ def test_classes_that_are_whole_numbers_may_be_a_quantity(refused, labels, tree)
         ({"task": {"positive": "maybe"}}, "task.positive: 'churn' has no class 'maybe'; did you "),
         ({"gate": {"min": {"macro_f2": 0.1}}}, "gate.min.macro_f2: binary_classification and "),
         ({"gate": {"min": {"pr_auc": 0.1}}}, "gate.min.pr_auc: binary_classification and the "),
-        (
-            {"gate": {"champion": {"metric": "f1", "better": "lower"}}},
-            "gate.champion.better: f1 is better when higher; leave the key out",
-        ),
-        (
-            {"evaluation": {"slices": ["aeg"]}},
-            "evaluation.slices: 'aeg' is not a feature of the da",
-        ),
+        ({"gate": {"champion": {"metric": "f1", "better": "lower"}}},
+         "gate.champion.better: f1 is better when higher; leave the key out"),
+        ({"evaluation": {"slices": ["aeg"]}},
+         "evaluation.slices: 'aeg' is not a feature of the da"),
         ({"training": {"optimizer": {"args": {"beta": 1}}}}, "training.optimizer.args.beta: "),
         ({"training": {"strategy": "own_models:net"}}, "training.strategy: 'own_models:net' is"),
         ({"data": {"buckets": [4]}}, "data.buckets: no input or label varies in length; "),
         ({"model": {"name": "own_models:leaves"}}, "model own_models:leaves: SystemExit: 3 ("),
-        (
-            {"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
-            "model own_models:seven: the output must be floats of shape (batch, 1) for binary_",
-        ),
-        (
-            {"model": {"name": "own_models:chance"}, **SAVED_ALONE},
-            "export.formats: after saving as saved_model and loading again, predictions differ by ",
-        ),
-        (
-            {"task": {"name": "own_models:Failing"}},
-            "task own_models:Failing failed: ValueError: not today (",
-        ),
-        (
-            {"task": {"name": "own_models:Asking"}},
-            "task.args: own_models:Asking needs 'scale' (it takes scale) (",
-        ),
-        (
-            {"model": {"name": "own_models:certain"}},
-            "model own_models:certain: the last layer is a",
-        ),
-        (
-            {"model": {"name": "own_models:choice"}},
-            "model own_models:choice does not accept the dataset's input of shape () and type "
-            "float32: OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python",
-        ),
-        (
-            {"model": {"name": "own_models:table"}, **SAVED_ALONE},
-            "export.formats: the model cannot be saved as saved_model and loaded again: it uses",
-        ),
-        (
-            {"model": {"name": "own_models:python", "args": {"units": 1}}, **SAVED_ALONE},
-            "export.formats: the model calls Python through tf.py_function or "
-            "tf.numpy_function, which",
-        ),
+        ({"model": {"name": "own_models:seven"}, "task": {"name": "binary_classification"}},
+         "model own_models:seven: the output must be floats of shape (batch, 1) for binary_"),
+        ({"model": {"name": "own_models:chance"}, **SAVED_ALONE},
+         "export.formats: after saving as saved_model and loading again, predictions differ by "),
+        ({"task": {"name": "own_models:Failing"}},
+         "task own_models:Failing failed: ValueError: not today ("),
+        ({"task": {"name": "own_models:Asking"}},
+         "task.args: own_models:Asking needs 'scale' (it takes scale) ("),
+        ({"model": {"name": "own_models:certain"}},
+         "model own_models:certain: the last layer is a"),
+        ({"model": {"name": "own_models:choice"}},
+         "model own_models:choice does not accept the dataset's input of shape () and type "
+         "float32: OperatorNotAllowedInGraphError: Using a symbolic `tf.Tensor` as a Python"),
+        ({"model": {"name": "own_models:table"}, **SAVED_ALONE},
+         "export.formats: the model cannot be saved as saved_model and loaded again: it uses"),
+        ({"model": {"name": "own_models:python", "args": {"units": 1}}, **SAVED_ALONE},
+         "export.formats: the model calls Python through tf.py_function or "
+         "tf.numpy_function, which"),
     ],
-)
+)  # fmt: skip
 # Keras warns about a softmax over an axis of length 1.
 @pytest.mark.filterwarnings("ignore:You are using a softmax over axis -1")
 def test_what_no_further_rows_can_change_is_refused_by_first_ones(refused, tree, said):

@@ -30,14 +30,11 @@ def measuring(outcome):
     return measure
 
 
-def test_finite_metrics_are_kept(uri, tmp_path):
-    metrics = {"loss": 0.5, "accuracy": 1.0}
-    assert evaluate_checkpoint(measuring(metrics), uri, tmp_path) == metrics
-
-
-@pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_passed_over(uri, tmp_path, loss):
-    assert evaluate_checkpoint(measuring({"loss": loss}), uri, tmp_path) == {}
+@pytest.mark.parametrize(("loss", "is_kept"), [(0.5, True), (math.nan, False), (math.inf, False)])
+def test_metrics_that_are_not_finite_are_passed_over(uri, tmp_path, loss, is_kept):
+    metrics = {"loss": loss, "accuracy": 1.0}
+    expected = metrics if is_kept else {}
+    assert evaluate_checkpoint(measuring(metrics), uri, tmp_path) == expected
 
 
 def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):

@@ -33,23 +33,16 @@ def test_there_are_checkpoints_at_the_start_at_every_boundary_and_at_the_end(run
     run.train(steps=35, keep=100)
     assert run.steps() == [0, 10, 20, 30, 35]
     assert [run.weight(step) for step in run.steps()] == [0, 5, 10, 15, 17.5]
+    run.train(steps=40, keep=2)
+    assert run.steps() == [35, 40]
 
 
-def test_only_the_newest_are_kept(run):
-    run.train(steps=35, keep=2)
-    assert run.steps() == [30, 35]
-
-
-def test_checkpoints_by_the_clock_and_by_steps(run):
-    run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=1e-9)
-    assert run.steps() == [0, 10, 20, 30, 40]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0, 1e9])
-def test_no_checkpoint_by_a_clock_that_has_not_struck(run, seconds):
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1e-9, [0, 10, 20, 30, 40]), (0, [0, 40]), (1e9, [0, 40])]
+)
+def test_checkpoints_by_the_clock_and_by_steps(run, seconds, steps):
     run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=seconds)
-    assert run.steps() == [0, 40]
+    assert run.steps() == steps
 
 
 def test_a_checkpoint_says_what_it_is(run):
@@ -90,10 +83,6 @@ def test_further_metrics_of_a_strategy_stand_in_its_row(run):
     assert run.rows("workers") == [{"worker-0": {"local_steps": 10, "examples": 640}}]
     assert run.events(Progress)[0].metrics["workers"] == run.rows("workers")[0]
     assert run.fields(10)["metrics"]["workers"] == run.rows("workers")[0]
-
-
-def test_the_metrics_reach_tensorboard(run):
-    run.train(steps=10)
     assert list((run.folder / "checkpoints" / "logs").glob("*/train/events.out.tfevents.*"))
 
 
@@ -355,16 +344,9 @@ def test_they_rest_before_the_checkpoint_of_an_interrupt(run):
 
 def test_what_is_applied_until_they_rest_may_be_all_that_was_left(run):
     strategy = GoingOn(each=24)
-    assert (
-        run.train(
-            strategy,
-            steps=25,
-            checkpoint_every=1000,
-            validate_every=0,
-            should_stop=lambda: strategy.global_step() >= 24,
-        )
-        == 25
-    )
+    given = {"checkpoint_every": 1000, "validate_every": 0}
+    stop = {"should_stop": lambda: strategy.global_step() >= 24}
+    assert run.train(strategy, steps=25, **given, **stop) == 25
     assert run.steps() == [0, 25]
 
 

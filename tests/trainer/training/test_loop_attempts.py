@@ -34,33 +34,24 @@ def one_attempt(run, *, until, **training):
 def test_it_goes_on_from_the_newest_checkpoint(run):
     one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     assert run.steps() == [0, 20]
-    assert run.train(steps=50, keep=100) == 50
-    assert run.steps() == [0, 20, 30, 40, 50]
-    assert run.weight(50) == 25.0
-    first, second = run.events(AttemptBegin)
-    assert (first.global_step, first.resumed) == (0, False)
-    assert (second.global_step, second.resumed) == (20, True)
-
-
-def test_rows_after_the_checkpoint_are_made_again(run):
-    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     assert run.rows() == [5, 10, 15, 20, 25, 30]
-    run.train(Counting(0.25), steps=40)
-    assert run.rows() == [5, 10, 15, 20, 30, 40]
-    assert run.rows("loss") == [1.0] * 4 + [0.25] * 2
-    assert run.rows("seconds") == sorted(run.rows("seconds"))
-
-
-def test_the_data_of_a_new_attempt_begins_at_its_step(run):
     starts = []
 
     def problem(start):
         starts.append(start)
         return nothing(start)
 
-    run.train(steps=20, make_problem=problem)
-    run.train(steps=30, make_problem=problem)
-    assert starts == [0, 20]
+    assert run.train(Counting(0.25), steps=50, keep=100, make_problem=problem) == 50
+    assert starts == [20]
+    assert run.steps() == [0, 20, 30, 40, 50]
+    assert run.weight(50) == 25.0
+    # The rows after the checkpoint are made again.
+    assert run.rows() == [5, 10, 15, 20, 30, 40, 50]
+    assert run.rows("loss") == [1.0] * 4 + [0.25] * 3
+    assert run.rows("seconds") == sorted(run.rows("seconds"))
+    first, second = run.events(AttemptBegin)
+    assert (first.global_step, first.resumed) == (0, False)
+    assert (second.global_step, second.resumed) == (20, True)
 
 
 @pytest.mark.parametrize(("damaged", "start"), [([30], 20), ([20, 30], 10), ([0, 10, 20, 30], 0)])

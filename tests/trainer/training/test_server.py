@@ -125,16 +125,17 @@ def numbers(folder):
 
 
 @pytest.mark.parametrize(
-    ("addresses", "task", "partition", "part"),
+    ("addresses", "task", "given", "part"),
     [
-        (SERVED, ("worker", 1), "disjoint", SECOND),
-        (SERVED, ("worker", 1), "reshuffle", ALL),
-        (MIRRORED, ("worker", 1), "disjoint", SECOND),
-        (ALONE, ("chief", 0), "disjoint", ALL),
+        (SERVED, ("worker", 1), {}, SECOND),
+        (SERVED, ("worker", 1), {"partition": "reshuffle"}, ALL),
+        (MIRRORED, ("worker", 1), {}, SECOND),
+        (ALONE, ("chief", 0), {}, ALL),
+        (SERVED, ("chief", 0), {"in_process": True}, ALL),
     ],
 )
-def test_who_trains_has_its_part_and_all_that_is_measured(staged, addresses, task, partition, part):
-    folder = staged(addresses, *task, partition=partition)
+def test_who_trains_has_its_part_and_all_that_is_measured(staged, addresses, task, given, part):
+    folder = staged(addresses, *task, **given)
     assert numbers(folder / "shards") == part
     assert numbers(folder / "validation") == (0, 1)
 
@@ -143,12 +144,6 @@ def test_who_trains_has_its_part_and_all_that_is_measured(staged, addresses, tas
 def test_who_trains_nothing_has_nothing(staged, role):
     folder = staged(SERVED, role)
     assert not list(folder.glob("shards")) + list(folder.glob("validation"))
-
-
-def test_the_one_process_of_all_servers_has_everything(staged):
-    folder = staged(SERVED, "chief", in_process=True)
-    assert numbers(folder / "shards") == ALL
-    assert numbers(folder / "validation") == (0, 1)
 
 
 def test_a_dataset_without_validation_is_trained_on(staged):
