@@ -238,8 +238,7 @@ class TaskWatch:
         self._restarts: Counter[str] = Counter()
         # The restarts that the launcher has counted, if known.
         self._started_again: Counter[str] | None = None
-        # The tasks that have ever responded, and those of them that did not respond in the last
-        # round.
+        # The tasks that have ever responded, and those of them that have ended since then.
         self._seen, self._lost = set[str](), set[str]()
         self._over = threading.Event()
         self._once = threading.Lock()
@@ -267,15 +266,17 @@ class TaskWatch:
 
     def note(self, peers: Peers) -> None:
         """Process the result of one round of probes."""
-        absent = {str(task) for task in (*peers.silent, *peers.gone)}
-        alive = [task for task in self._tasks if str(task) not in absent]
+        gone = {str(task) for task in peers.gone}
+        silent = {str(task) for task in peers.silent}
+        alive = [task for task in self._tasks if str(task) not in gone | silent]
         before = (set(self._seen), set(self._lost))
         for task in alive:
             if str(task) in self._lost:
                 self._restarts[task.role] += 1
         here = {str(task) for task in alive}
         self._seen |= here
-        self._lost = self._seen - here
+        # A silent task may only be slow, so it does not become lost.
+        self._lost = (self._seen & gone) | (self._lost & silent)
         if (self._seen, self._lost) != before:
             self._keep()
         self._report(Counter(task.role for task in alive), self._expected, self._count_restarts())
