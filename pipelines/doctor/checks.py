@@ -48,7 +48,7 @@ GPUS, ENGINE = "GPUs of the cluster", "engine"
 # Several admission webhooks may be called, and each may take up to 10 s.
 ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
-_HEALTH = "/apis/v2beta1/healthz"
+_HEALTH, _TRACKING = "/apis/v2beta1/healthz", "less docs/how-to/tracking.md"
 # Connecting, waiting for an error and removing the test file may each take several seconds.
 STORAGE_SECONDS = 16.0
 # The check of the champion's signature takes longer, because it downloads the champion.
@@ -97,8 +97,7 @@ def checks(options: DoctorOptions) -> list[Check]:
 def _config_checks(options: DoctorOptions) -> Iterator[Check]:
     config = options.config
     if isinstance(config, UserError):
-        message = Finding("fail", str(config), "flotilla doctor --help")
-        yield Check(name=CONFIGURATION, look=lambda: message)
+        yield _found(CONFIGURATION, Finding("fail", str(config), "flotilla doctor --help"))
         yield Check(name="disk", look=partial(machine.disk, options.workdir))
         yield Check(name="loopback", look=machine.loopback)
         return
@@ -120,10 +119,14 @@ def _config_checks(options: DoctorOptions) -> Iterator[Check]:
             yield Check(name="image", look=lambda: resources.judge_images([options.image]))
         why = "cluster.launcher is local"
         if config.cluster.launcher == "auto":
-            yield Check(name=ENGINE, look=lambda: clusters.IS_HERE)
+            yield _found(ENGINE, clusters.IS_HERE)
             why = "cluster.launcher auto selects local here"
-        message = Finding("skipped", f"{why}; to check the API anyway, add --kubernetes")
-        yield Check(name=API, look=lambda: message)
+        yield _found(API, Finding("skipped", f"{why}; to check the API anyway, add --kubernetes"))
+
+
+def _found(name: str, finding: Finding) -> Check:
+    """Return a check whose finding is already known."""
+    return Check(name=name, look=lambda: finding)
 
 
 def _machine_checks(config: Config, workdir: Path) -> Iterator[Check]:
@@ -145,33 +148,31 @@ def _machine_checks(config: Config, workdir: Path) -> Iterator[Check]:
 
 def _tracker_checks(config: Config) -> Iterator[Check]:
     """Check that the configured trackers respond. A run continues without them."""
-    found: dict[str, Callable[[], str]] = {}
+    hub = addresses.find_hub(config.registry.hub)
     if addresses.is_tracked():
-        found["MLflow"] = mlflow_run.health
-    if hub := addresses.find_hub(config.registry.hub):
-        found["model registry"] = lambda: Hub(hub).check()
-    for name, ask in found.items():
-        yield Check(name=name, look=partial(_answers, ask), show="less docs/how-to/tracking.md")
+        yield Check(name="MLflow", look=partial(_answers, mlflow_run.health), show=_TRACKING)
+    if hub:
+        look = partial(_answers, lambda: Hub(hub).check())
+        yield Check(name="model registry", look=look, show=_TRACKING)
 
 
 def _answers(ask: Callable[[], str]) -> Finding:
     try:
         return Finding("ok", ask())
     except UserError as error:
-        message = f"{error}; a run continues without this server"
-        return Finding("warn", message, "less docs/how-to/tracking.md")
+        return Finding("warn", f"{error}; a run continues without this server", _TRACKING)
 
 
 def _storage(config: Config, workdir: Path) -> Check:
     if clusters.is_on_kubernetes(config) and not config.storage.root:
-        message = Finding("skipped", "storage.root is empty: each KFP run uses its pipeline root")
-        return Check(name="storage", look=lambda: message)
+        words = "storage.root is empty: each KFP run uses its pipeline root"
+        return _found("storage", Finding("skipped", words))
     root = find_root(config, workdir)
     try:
         probe, show = Probe(root), storage.find_remedy(root, SILENT)
     except UserError as error:
         wrong = Finding("fail", str(error), "flotilla doctor --set storage.root=URI")
-        return Check(name="storage", look=lambda: wrong)
+        return _found("storage", wrong)
     return Check(
         name="storage",
         look=lambda: storage.usable(root, probe),
@@ -185,8 +186,7 @@ def _cluster_checks(config: Config, options: DoctorOptions) -> Iterator[Check]:
     try:
         cluster = Cluster.connected(config.cluster.kubernetes.namespace or options.namespace)
     except UserError as error:
-        absent = Finding("fail", str(error), "kubectl config get-contexts")
-        yield Check(name=API, look=lambda: absent)
+        yield _found(API, Finding("fail", str(error), "kubectl config get-contexts"))
         return
     name, choice = config.cluster.launcher, None
     one: Engine | None = engine(name) if name in ENGINES else None

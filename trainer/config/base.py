@@ -73,6 +73,11 @@ class Whole(Section):
     """A section that earlier versions passed to KFP as a single run parameter."""
 
 
+def suggest(word: object, allowed: Collection[str]) -> str:
+    """Return a hint with the closest allowed word or, if there is none, with all of them."""
+    return nearest(str(word), allowed) or f" (one of {', '.join(allowed)})"
+
+
 def known_name(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
     """Return a validator that accepts one of these names, or `package.module:name`."""
 

@@ -13,8 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from flotilla.trainer.config.base import Free, Section, Whole, key
-from flotilla.trainer.runtime.errors import nearest
+from flotilla.trainer.config.base import Free, Section, Whole, key, suggest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
@@ -100,8 +99,7 @@ class DataGateConfig(Whole):
     def _check_rules(cls, rules: dict[str, str]) -> dict[str, str]:
         for name in rules:
             if name != ALL and name not in RULES:
-                hint = nearest(name, RULES) or f" (one of {', '.join(RULES)})"
-                raise ValueError(f"{name!r} is not a rule{hint}")
+                raise ValueError(f"{name!r} is not a rule{suggest(name, RULES)}")
         return rules
 
     @field_validator("limits")
@@ -109,8 +107,7 @@ class DataGateConfig(Whole):
     def _check_limits(cls, limits: dict[str, float]) -> dict[str, float]:
         for name, value in limits.items():
             if name not in LIMITS:
-                hint = nearest(name, LIMITS) or f" (one of {', '.join(LIMITS)})"
-                raise ValueError(f"{name!r} is not a limit{hint}")
+                raise ValueError(f"{name!r} is not a limit{suggest(name, LIMITS)}")
             _, least, most, _ = LIMITS[name]
             if not least <= value <= most:
                 raise ValueError(f"{name}: {value:g} is not between {least:g} and {most:g}")

@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from flotilla.trainer.config.base import Free, Section, Whole, key
+from flotilla.trainer.config.base import Free, Section, Whole, key, suggest
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import nearest
 
@@ -107,8 +107,7 @@ def toleration(tree: Any) -> Any:
         raise ValueError(f"{tree!r} is not a toleration; write it as {{key: K, operator: Exists}}")
     for name, value in tree.items():
         if name not in _TOLERATION:
-            hint = nearest(str(name), _TOLERATION) or f" (one of {', '.join(_TOLERATION)})"
-            raise ValueError(f"{name!r} is not a field of a toleration{hint}")
+            raise ValueError(f"{name!r} is not a field of a toleration{suggest(name, _TOLERATION)}")
         if name != "tolerationSeconds" and not isinstance(value, str):
             raise ValueError(f"{name}: {value!r} is not a string; write it in quotes")
     _check_choice("operator", tree.get("operator", ""), _OPERATORS)
@@ -144,8 +143,7 @@ def amount(text: str) -> Decimal:
 
 def _check_choice(what: str, word: str, allowed: tuple[str, ...]) -> None:
     if word and word not in allowed:
-        hint = nearest(word, allowed) or f" (one of {', '.join(allowed)})"
-        raise ValueError(f"{what}: {word!r} is unknown to Kubernetes{hint}")
+        raise ValueError(f"{what}: {word!r} is unknown to Kubernetes{suggest(word, allowed)}")
 
 
 def _check_seconds(tree: Mapping[str, Any]) -> None:

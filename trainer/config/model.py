@@ -26,7 +26,16 @@ from pydantic import (
     model_validator,
 )
 
-from flotilla.trainer.config.base import AS_WRITTEN, AUTO, OR_AUTO, Free, Section, key, known_name
+from flotilla.trainer.config.base import (
+    AS_WRITTEN,
+    AUTO,
+    OR_AUTO,
+    Free,
+    Section,
+    key,
+    known_name,
+    suggest,
+)
 from flotilla.trainer.runtime.errors import UserError, nearest
 from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, uri_of
 
@@ -85,8 +94,7 @@ def require_table(name: str, arguments: Any) -> None:
     sizes = {each: value for each, value in arguments.items() if each != "initializer"}
     for each, value in sizes.items():
         if each not in _OF_TABLES:
-            hint = nearest(str(each), _OF_TABLES) or f" (one of {', '.join(_OF_TABLES)})"
-            raise ValueError(f"tables.{name}: there is no key {each!r}{hint}")
+            raise ValueError(f"tables.{name}: there is no key {each!r}{suggest(each, _OF_TABLES)}")
         if type(value) is not int:
             raise ValueError(f"tables.{name}.{each}: {value!r} is not a whole number")
     try:
@@ -141,8 +149,7 @@ def initial_weights(value: str | Mapping[str, Any]) -> InitialWeights:
         return InitialWeights(source=_check_source(value))
     for name in value:
         if name not in _KEYS:
-            hint = nearest(str(name), _KEYS) or f" (one of {', '.join(_KEYS)})"
-            raise ValueError(f"there is no key {name!r}{hint}")
+            raise ValueError(f"there is no key {name!r}{suggest(name, _KEYS)}")
     source = value.get(_FROM)
     if not isinstance(source, str) or not source:
         raise ValueError(f"the URI of the weights is missing; write {{{_FROM}: URI}}")
@@ -217,8 +224,7 @@ class OptimizerConfig(Section):
     def _check_optimizer(cls, value: str) -> str:
         known = (*OPTIMIZERS, OF_MODEL)
         if value not in known:
-            hint = nearest(value, known) or f" (one of {', '.join(known)})"
-            raise ValueError(f"there is no optimizer with this name{hint}")
+            raise ValueError(f"there is no optimizer with this name{suggest(value, known)}")
         return value
 
     @model_validator(mode="after")

@@ -14,9 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator
 
-from flotilla.trainer.config.base import MOST, Whole, key
+from flotilla.trainer.config.base import MOST, Whole, key, suggest
 from flotilla.trainer.config.topology import ROLES, Topology, find_topology
-from flotilla.trainer.runtime.errors import nearest
 from flotilla.trainer.runtime.masking import names_secret
 
 EVALUATE = "evaluate"
@@ -71,8 +70,7 @@ def task_values(
 
 def _look_up(name: str, values: Mapping[str, str]) -> str:
     if name not in values:
-        hint = nearest(name, values) or f" (one of {', '.join(sorted(values))})"
-        raise ValueError(f"there is no placeholder {{{name}}}{hint}")
+        raise ValueError(f"there is no placeholder {{{name}}}{suggest(name, sorted(values))}")
     return values[name]
 
 
@@ -154,8 +152,7 @@ class ProgramConfig(Whole):
     def _known_roles(cls, value: dict[str, int]) -> dict[str, int]:
         for role, count in value.items():
             if role not in ROLES:
-                hint = nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
-                raise ValueError(f"there is no role {role!r}{hint}")
+                raise ValueError(f"there is no role {role!r}{suggest(role, ROLES)}")
             if role in ("chief", "evaluator") and count > 1:
                 raise ValueError(
                     f"{count} tasks have the role {role}; at most one task may have it"

@@ -27,14 +27,11 @@ def helped(capsys, words):
     return capsys.readouterr().out
 
 
-def test_every_command_is_in_the_table_and_in_a_group():
+def test_every_command_is_in_the_table_and_in_a_group_in_this_order(capsys):
     assert set(app.COMMANDS) == set(CALLED)
     displayed = {each.rich_help_panel for each in GROUP.commands.values()}
     panels = (app.RUN, app.CLUSTER, app.MODELS, app.DATA)
     assert displayed == {*panels, app.HOUSEKEEPING}
-
-
-def test_the_help_has_the_groups_in_this_order(capsys):
     text = helped(capsys, "--help")
     panels = (app.RUN, app.CLUSTER, app.MODELS, app.DATA)
     places = [text.index(f"─ {panel} ─") for panel in (*panels, app.HOUSEKEEPING)]
@@ -48,13 +45,10 @@ def test_the_short_option_is_the_long_one(capsys, words):
     assert helped(capsys, f"{words} -h") == helped(capsys, f"{words} --help")
 
 
-def test_the_examples_end_the_help_unbroken(capsys):
+def test_the_examples_end_the_help_unbroken_and_can_be_called(capsys):
     for name in app.COMMANDS:
         lines = helped(capsys, f"{name} -h").splitlines()
         assert lines[-3:-1] == [f"   {each}" for each in app.find_examples(name)], name
-
-
-def test_an_example_is_a_command_line_that_fits_a_terminal():
     assert {len(set(app.find_examples(name))) for name in app.COMMANDS} == {2}
     for name, line in [(each, e) for each in app.COMMANDS for e in app.find_examples(each)]:
         assert len(line) + 3 <= WIDTH + 10, line

@@ -98,13 +98,10 @@ def test_what_a_shell_would_evaluate_is_not_offered(here, name):
     assert values(completion.complete_models(context())) == ["digits"]
 
 
-def test_steps_and_stages_are_offered():
+def test_steps_stages_and_examples_are_offered():
     found = dict(completion.complete_steps())
     assert {row.name for row in STEPS if not row.is_exit_step} <= set(found)
     assert found["validate_data"] == "a stage of prepare_data"
-
-
-def test_the_examples_are_offered():
     assert "digits.yaml" in values(completion.complete_examples())
 
 
@@ -148,8 +145,10 @@ def leaves(model, path=""):
             yield f"{path}{name}="
 
 
-def test_every_key_can_be_reached():
+def test_every_key_can_be_reached_and_is_described():
     assert set(leaves(Config)) <= set(keys())
+    found = dict(complete_assignments("training."))
+    assert found["training.stall_timeout="]
 
 
 @pytest.mark.parametrize(
@@ -175,11 +174,6 @@ def test_every_key_can_be_reached():
 )  # fmt: skip
 def test_what_is_offered(incomplete, expected):
     assert offered(incomplete) == expected
-
-
-def test_a_key_is_described():
-    found = dict(complete_assignments("training."))
-    assert found["training.stall_timeout="]
 
 
 @pytest.mark.parametrize(

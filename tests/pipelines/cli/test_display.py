@@ -119,16 +119,13 @@ def test_the_table_has_a_row_for_every_step():
     ]
 
 
-def test_the_table_shows_four_metrics_and_no_lists():
+def test_the_table_shows_four_metrics_or_the_progress_and_no_lists():
     metrics = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
     metrics |= {"reused": True, "more": 1}
     text = table_of([begun("check_gate"), ended("check_gate", metrics=metrics)])
     assert "decision=refused accuracy=0.1235 n=1437 reused=yes" in text
     assert "reasons" not in text
     assert "more" not in text
-
-
-def test_what_goes_on_says_once_how_far_it_is():
     metrics = {"progress": "reading: 32 %  17 s left", "share": 0.3203, "seconds_left": 17.3}
     text = table_of([begun("prepare_data"), ended("prepare_data", metrics=metrics)])
     assert text.splitlines()[1].endswith("progress=reading: 32 %  17 s left")
@@ -149,21 +146,15 @@ def where(uri):
     return "".join(below).removeprefix("export_model").strip()
 
 
-def test_below_the_current_folder_it_shows_a_relative_path(tmp_path, monkeypatch):
+def test_a_path_is_relative_only_below_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "runs" / "ä [red] b" / "report.html"
     assert where(storage.uri_of(path)) == "runs/ä [red] b/report.html"
-
-
-def test_elsewhere_it_shows_the_whole_path(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     assert where("file:///elsewhere/runs/x%20y") == "/elsewhere/runs/x y"
     # A path that only shares a prefix with the folder is not inside it.
     assert where(storage.uri_of(tmp_path / "here-too")) == f"{tmp_path}/here-too"
-
-
-def test_what_is_in_no_file_system_stays_a_uri():
     assert where("gs://bucket/runs/model") == "gs://bucket/runs/model"
     assert where("") == ""
 
@@ -214,16 +205,13 @@ def ended_with(*events):
     return judge_outcome(reduce_events(events), 0, interrupted=False)
 
 
-def test_a_blessed_model_ends_in_green_and_with_a_note_in_amber():
+def test_a_verdict_is_green_amber_or_red_with_its_reasons():
     bound, promoted_as = ["No bound is set."], {"headline": "digits v1: accuracy 0.978; promoted"}
     for notes, colour in (((), "32"), (bound, "33")):
         made = promoted(**promoted_as)
         lines = coloured(ended_with(*of_model("blessed", notes), *made, *done("finish")))
         assert lines[0] == f"\x1b[{colour}mdigits v1: accuracy 0.978; promoted\x1b[0m"
         assert lines[1:] == [f"\x1b[33mnote: {each}\x1b[0m" for each in notes]
-
-
-def test_a_refusal_ends_in_red_with_its_reasons():
     lines = coloured(ended_with(*of_model("refused"), *done("finish")))
     assert lines == [
         "\x1b[31mdigits: accuracy 0.978; refused\x1b[0m",

@@ -70,11 +70,8 @@ def test_the_keys_are_those_of_the_help(name, workdir, capsys):
     assert set(found) == always() | added(name)
 
 
-def test_the_keys_of_a_manifest(capsys):
+def test_the_keys_of_a_manifest_and_of_a_compilation(capsys, tmp_path):
     assert set(answer(capsys, "manifest")) == always() | added("manifest")
-
-
-def test_the_keys_of_a_compilation(capsys, tmp_path):
     found = answer(capsys, "compile", "-o", str(tmp_path / "a.yaml"))
     assert set(found) == always() | added("compile")
     assert set(found["artifacts"]) == {"pipeline"}

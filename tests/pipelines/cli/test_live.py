@@ -160,10 +160,18 @@ def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypa
 
 
 @pytest.mark.usefixtures("terminal")
-def test_between_two_steps_something_moves(lines_of):
+def test_a_terminal_shows_what_goes_on(lines_of):
     assert "starting" in "".join(lines_of())
     assert "starting the next step" in "".join(lines_of(*done("prepare_data")))
     assert "ending" in "".join(lines_of(*done("prepare_data"), *done("finish")))
+    text = "".join(lines_of(begun("export_model")))
+    assert "export_model" in text
+    found = Validation(global_step=150, metrics={"accuracy": 0.98765})
+    text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
+    assert "accuracy 0.9877" in text
+    assert "at 150" in text
+    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
+    assert "train_model  stopping: saving the last checkpoint" in text
 
 
 @pytest.mark.usefixtures("terminal")
@@ -174,23 +182,15 @@ def test_a_note_goes_on_between_words_on_a_terminal(lines_of, monkeypatch):
 
 
 @pytest.mark.usefixtures("terminal")
-def test_progress_with_a_terminal_is_a_bar(lines_of):
+def test_with_a_terminal_progress_is_a_bar_and_a_status_has_a_colour(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
     assert "150/300" in text
     assert "loss 0.25 " in text
     assert "━" in text
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
-
-
-@pytest.mark.usefixtures("terminal")
-def test_with_a_terminal_a_second_training_begins_a_new_bar(lines_of):
     events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
     text = "".join(lines_of(*events))
     assert "40/50" in text
-
-
-@pytest.mark.usefixtures("terminal")
-def test_with_a_terminal_the_status_has_a_colour(lines_of):
     text = "".join(lines_of(ended("train_model", "failed", 1)))
     assert "\x1b[31mfailed\x1b[0m" in text
 
@@ -212,16 +212,6 @@ def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
         ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
     )
     assert line.startswith("ps-1 lost at global step 510; partial recovery")
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_terminal_shows_a_spinner_for_a_step_and_the_validation_below_training(lines_of):
-    text = "".join(lines_of(begun("export_model")))
-    assert "export_model" in text
-    found = Validation(global_step=150, metrics={"accuracy": 0.98765})
-    text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
-    assert "accuracy 0.9877" in text
-    assert "at 150" in text
 
 
 @pytest.mark.usefixtures("terminal")
@@ -293,12 +283,6 @@ class TestWork:
     def test_work_that_is_over_is_drawn_no_more(self, lines_of):
         text = "".join(lines_of(begun("prepare_data"), work(), work(is_over=True)))
         assert "reading the files" not in text
-
-
-@pytest.mark.usefixtures("terminal")
-def test_on_a_terminal_it_says_so_until_the_end(lines_of):
-    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
-    assert "train_model  stopping: saving the last checkpoint" in text
 
 
 def trial(number, status, *values):

@@ -81,14 +81,11 @@ def test_a_signal_while_the_command_loads_is_an_interrupt(interrupted, module, n
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_interrupt_is_an_answer_where_one_is_asked_for(interrupted):
+def test_the_interrupt_is_the_answer_of_any_command_where_one_is_asked_for(interrupted):
     code, out, own = interrupted(COMMANDS, signal.SIGTERM, "prepare", "--json")
     assert (code, own) == (130, ["flotilla: interrupted"])
     assert out.count("\n") == 1
     assert out.startswith('{"status": "interrupted"')
-
-
-def test_the_answer_of_an_interrupt_is_that_of_any_command():
     expected = failure("interrupted", INTERRUPTED)
     assert ANSWER.decode() == f"{expected.json()}\n"
     assert expected.status == "interrupted"

@@ -40,7 +40,7 @@ def show(capsys, *words):
     return code, out, err
 
 
-def test_the_newest_is_listed_with_its_variables_and_parts(checkpoints, capsys):
+def test_the_newest_is_listed_and_an_older_one_says_less(checkpoints, capsys):
     code, out, _ = show(capsys, checkpoints, "--json")
     assert code == 0
     answer = json.loads(out.splitlines()[-1])
@@ -60,6 +60,10 @@ def test_the_newest_is_listed_with_its_variables_and_parts(checkpoints, capsys):
     assert "2 parts" in out
     assert "64 kB" in out
     assert "1,000" in out
+    code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
+    assert code == 0
+    assert "global step 10" in out
+    assert "lists no variables" in out
 
 
 @pytest.mark.parametrize(
@@ -91,13 +95,6 @@ def test_a_manifest_without_a_step_is_one_line(checkpoints, tmp_path, capsys, st
 def test_bytes_are_those_of_the_type():
     sizes = {"float8_e4m3fn": 1, "bfloat16": 2, "complex128": 16, "bool": 1, "string": 0}
     assert {each: StoredVariable(dtype=each, shape=()).bytes for each in sizes} == sizes
-
-
-def test_of_an_older_one_the_manifest_says_less(checkpoints, capsys):
-    code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
-    assert code == 0
-    assert "global step 10" in out
-    assert "lists no variables" in out
 
 
 @pytest.mark.usefixtures("checkpoints")

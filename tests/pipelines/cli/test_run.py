@@ -45,21 +45,18 @@ def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     assert remedy(run, code="mine").endswith(f"train {resume} --code mine")
 
 
-def test_without_a_checkpoint_there_is_nothing_to_go_on_with(run):
+def test_without_a_checkpoint_only_interrupted_training_can_be_resumed(run):
     assert remedy(run) == ""
+    assert remedy(run, status="interrupted", exit_code=130).startswith(
+        "resume with: flotilla train "
+    )
+    assert remedy(run, "prepare", status="interrupted", exit_code=130) == ""
 
 
 @pytest.mark.usefixtures("checkpoint")
 @pytest.mark.parametrize(("status", "code"), [("blessed", 0), ("refused", 3), ("failed", 2)])
 def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, code):
     assert remedy(run, status=status, exit_code=code) == ""
-
-
-def test_an_interrupted_run_can_always_be_resumed_unless_it_only_prepared(run):
-    assert remedy(run, status="interrupted", exit_code=130).startswith(
-        "resume with: flotilla train "
-    )
-    assert remedy(run, "prepare", status="interrupted", exit_code=130) == ""
 
 
 def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):

@@ -301,16 +301,18 @@ def of(report):
     return report["KFP instance"]
 
 
-def test_an_instance_reports_its_version(doctor, instance):
+def test_an_instance_reports_its_version(doctor, instance, monkeypatch):
     report = doctor(options=("--endpoint", instance.url))
     assert (report.code, of(report)["state"]) == (0, "ok")
     assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    assert of(doctor())["state"] == "ok"
 
 
 EXPERIMENTS = "/apis/v2beta1/experiments"
 
 
-def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monkeypatch):
+def test_an_instance_for_several_users_wants_a_namespace_of_the_user(doctor, instance, monkeypatch):
     instance.answer = {"tag_name": "2.17.0", "multi_user": True}
     report = doctor(options=("--endpoint", instance.url))
     assert report.failed() == ["KFP instance"]
@@ -325,9 +327,6 @@ def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monke
     assert of(report)["message"] == f"{instance.url} is KFP 2.17.0, in mine"
     asked = [path for path in instance.paths if path.startswith(EXPERIMENTS)]
     assert ["namespace=team" in asked[0], "namespace=mine" in asked[1]] == [True, True]
-
-
-def test_a_namespace_of_others_is_found_out(doctor, instance):
     instance.answer = {"tag_name": "2.17.0", "multi_user": True}
     instance.closed[EXPERIMENTS] = 403
     report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
@@ -352,11 +351,6 @@ def test_a_token_is_sent_and_never_printed(doctor, instance, tmp_path):
     assert "ey-secret" not in str(report)
 
 
-def test_the_endpoint_of_the_environment(doctor, instance, monkeypatch):
-    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    assert of(doctor())["state"] == "ok"
-
-
 def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
     instance.answer = {}
     found = of(doctor(options=("--endpoint", instance.url)))
@@ -374,13 +368,10 @@ def test_an_instance_that_refuses(doctor, instance, status):
     assert of(report)["remedy"].startswith("curl --include")
 
 
-def test_an_endpoint_that_is_none(doctor):
+def test_without_a_valid_endpoint_the_option_is_named(doctor):
     report = doctor(options=("--endpoint", "ftp://kfp"))
     assert (report.code, report.failed()) == (1, ["KFP instance"])
     assert "is not the URL of a KFP instance" in of(report)["message"]
-
-
-def test_without_an_instance_the_option_is_named(doctor):
     assert of(doctor())["state"] == "skipped"
     assert "add --endpoint" in of(doctor())["message"]
 

@@ -40,14 +40,11 @@ def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
 
 
 @pytest.mark.usefixtures("kube")
-def test_auto_takes_tfjob_where_it_is_alone(of_auto):
+def test_auto_takes_tfjob_where_it_is_alone_and_nothing_where_neither_is_served(of_auto, kube):
     report = of_auto()
     said = "auto selects tfjob: the cluster serves TFJobs, but no JobSets"
     assert (report["engine"]["message"], report.failed()) == (said, [])
     assert report["TFJob CRD"]["state"] == report["training operator"]["state"] == "ok"
-
-
-def test_a_cluster_that_serves_neither(kube, of_auto):
     kube.server.control.kinds.clear()
     report = of_auto()
     assert (report.code, report.failed()) == (1, ["engine"])
@@ -145,22 +142,16 @@ def test_without_the_kind(kube, doctor, kinds, launcher, said):
 
 
 @pytest.mark.usefixtures("kube")
-def test_the_operator_is_seen_by_its_deployment(of_job):
+def test_the_operator_is_seen_by_its_deployment_and_its_pods(of_job, kube):
     found = of_job()["training operator"]
     said = "the deployment training-operator in kubeflow is ready"
     assert (found["state"], found["message"]) == ("ok", said)
-
-
-def test_an_operator_without_a_pod(kube, of_job):
     kube.install_operator(replicas=0)
     report = of_job()
     found = report["training operator"]
     assert report.failed() == ["training operator"]
     assert found["message"].endswith("kubeflow has no ready pod: no controller handles jobs")
     assert found["remedy"] == "kubectl describe deployment training-operator --namespace kubeflow"
-
-
-def test_a_kind_whose_operator_is_gone(kube, of_job):
     kube.store.remove("deployments", "kubeflow", "training-operator")
     report = of_job()
     assert report["TFJob CRD"]["state"] == "ok"
@@ -282,15 +273,12 @@ PAGE = ROOT / "docs/reference/versions.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_the_page_has_the_same_table():
+def test_the_page_and_the_packages_have_the_same_versions():
     text = PAGE.read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w ]+) \| ([\w. ]+) \| ([\d., ]+) \|$", text, re.MULTILINE)
     assert rows == [
         (part.name, part.oldest or "not known", ", ".join(part.seen)) for part in cluster.PARTS
     ]
-
-
-def test_the_packages_are_pinned_to_it():
     pinned = dict(each.split("==") for each in PROJECT["dependencies"] if "==" in each)
     for package, part in (("kfp", cluster.KFP), ("tensorflow", cluster.TENSORFLOW)):
         assert pinned[package] == f"{part.oldest}.*"

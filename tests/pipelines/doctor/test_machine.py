@@ -56,15 +56,12 @@ def test_without_json_there_are_lines_alone(doctor, capsys):
     assert err == ""
 
 
-def test_a_wrong_configuration_is_a_check_and_wrong_usage(doctor):
+def test_a_wrong_configuration_or_file_is_a_check_and_wrong_usage(doctor):
     report = doctor("cluster.workers=99")
     assert report.code == 2
     assert report.failed() == ["configuration"]
     assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
     assert report.states()["loopback"] == "ok"
-
-
-def test_a_file_that_is_not_there(doctor):
     report = doctor(options=("none.yaml",))
     assert report.code == 2
     assert "cannot read the configuration none.yaml" in report["configuration"]["message"]
@@ -100,12 +97,13 @@ def test_a_folder_that_all_pods_share_may_be_the_root():
     assert consistent(parse_config(tree)).state == "fail"
 
 
-def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor):
+def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor, tmp_path):
     found = doctor("data.manual_dir=/no/such")["configuration"]
     assert (found["state"], found["message"]) == (
         "fail", "data.manual_dir: there is no folder /no/such",
     )  # fmt: skip
     assert "data.manual_dir=FOLDER" in found["remedy"]
+    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -134,10 +132,6 @@ def test_files_that_are_not_here_may_be_where_the_steps_run(
     )
     assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"
     assert "configuration" not in report.failed()
-
-
-def test_files_that_are_here_are_no_matter_anywhere(doctor, tmp_path):
-    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
 
 
 @pytest.mark.usefixtures("kube")
@@ -186,7 +180,11 @@ def test_no_package_is_loaded_to_find_it():
     assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
 
 
-def test_a_machine_without_ports(doctor, monkeypatch):
+def test_the_ports_of_this_machine(doctor, monkeypatch):
+    assert machine.loopback().state == ("ok" if sys.platform == "linux" else "warn")
+    found = machine.loopback(closes=lambda: False)
+    assert (found.state, "any graph" in found.message) == ("warn", True)
+
     def refuse(*_):
         raise OSError(99, "Cannot assign requested address")
 
@@ -194,12 +192,6 @@ def test_a_machine_without_ports(doctor, monkeypatch):
     report = doctor()
     assert report.failed() == ["loopback"]
     assert "Cannot assign requested address" in report["loopback"]["message"]
-
-
-def test_a_machine_whose_ports_stay_open_to_others():
-    assert machine.loopback().state == ("ok" if sys.platform == "linux" else "warn")
-    found = machine.loopback(closes=lambda: False)
-    assert (found.state, "any graph" in found.message) == ("warn", True)
 
 
 @pytest.mark.parametrize(("asked", "has", "state"), [(1, 0, "fail"), (4, 2, "fail"), (2, 2, "ok")])

@@ -214,7 +214,7 @@ def test_images(image, state):
 
 
 @pytest.mark.usefixtures("kube")
-def test_where_none_is_named_it_is_said_what_to_give(doctor):
+def test_where_a_role_names_no_image_it_is_said_what_to_give(doctor):
     report = doctor(JOB)
     found = report["image"]
     assert (report.failed(), found["state"]) == ([], "warn")
@@ -223,10 +223,14 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
         f"cluster.kubernetes.pod.image; the default image, {IMAGE}, is not in a registry"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
+    report = doctor(JOB, f"cluster.kubernetes.worker.image={OURS}")
+    assert report["image"]["message"].startswith("no image is given: ")
+    roles = [f"cluster.kubernetes.{role}.image={OURS}" for role in ("chief", "ps", "worker")]
+    assert (report["image"]["state"], doctor(JOB, *roles)["image"]["message"]) == ("warn", OURS)
 
 
 @pytest.mark.usefixtures("kube")
-def test_the_default_is_named_where_it_is_given(doctor):
+def test_the_given_image_is_that_of_all_that_name_none(doctor):
     report = doctor(JOB, options=("--image", IMAGE))
     said = (
         "the image name contains no registry, so a node that does not have the image pulls it "
@@ -235,18 +239,6 @@ def test_the_default_is_named_where_it_is_given(doctor):
     assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
     assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
     assert doctor(options=("--image", IMAGE))["image"]["message"] == said
-
-
-@pytest.mark.usefixtures("kube")
-def test_one_role_without_a_name_of_its_own_is_enough(doctor):
-    report = doctor(JOB, f"cluster.kubernetes.worker.image={OURS}")
-    assert report["image"]["message"].startswith("no image is given: ")
-    roles = [f"cluster.kubernetes.{role}.image={OURS}" for role in ("chief", "ps", "worker")]
-    assert (report["image"]["state"], doctor(JOB, *roles)["image"]["message"]) == ("warn", OURS)
-
-
-@pytest.mark.usefixtures("kube")
-def test_the_given_one_is_that_of_all_that_name_none(doctor):
     report = doctor(JOB, options=("--image", OURS))
     assert (report["image"]["state"], report["image"]["message"]) == ("ok", OURS)
     worker = "registry.example.com/workers:2"
@@ -271,10 +263,3 @@ def test_the_given_one_is_judged_where_all_tasks_name_another(of_job):
 def test_steps_have_it_whatever_the_launcher_is(doctor, image, state):
     assert doctor(options=("--image", image))["image"]["state"] == state
     assert "image" not in doctor().states()
-
-
-def test_what_is_no_image_is_wrong_usage_as_for_compile(doctor):
-    report = doctor(options=("--image", "No Image"))
-    assert (report.code, report.answer.get("checks")) == (2, None)
-    said = "--image 'No Image' is not the name of an image; write it as host/name:tag"
-    assert said in report.err

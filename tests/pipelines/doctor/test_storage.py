@@ -39,15 +39,12 @@ def of(report):
     return report["storage"]
 
 
-def test_a_bucket_that_can_be_used(doctor, store):
+def test_a_bucket_that_can_be_used_and_one_that_is_not_there(doctor, store):
     report = doctor(f"storage.root={store.root}")
     assert (report.code, of(report)["state"]) == (0, "ok")
     said = f"wrote, read, listed and deleted a test file below {store.root}"
     assert of(report)["message"] == said
     assert store.keys(store.bucket) == []
-
-
-def test_a_bucket_that_is_not_there(doctor, store):
     report = doctor(f"storage.root={store.scheme}://{store.bucket}-not/flotilla")
     assert report.failed() == ["storage"]
     name = f"{store.scheme}://{store.bucket}-not"
@@ -130,14 +127,11 @@ def test_a_root_with_a_secret_is_wrong_usage_and_not_repeated(doctor):
     assert "hush" not in str(report)
 
 
-def test_a_local_folder_is_left_as_it_was(doctor, tmp_path):
+def test_a_local_folder_is_left_as_it_was_or_cannot_be_written(doctor, tmp_path):
     before = content(tmp_path)
     assert of(doctor())["state"] == "ok"
     assert of(doctor(f"storage.root=file://{tmp_path}/a/b"))["state"] == "ok"
     assert content(tmp_path) == before
-
-
-def test_a_folder_that_cannot_be_written(doctor, tmp_path):
     (tmp_path / "file").touch()
     report = doctor(f"storage.root=file://{tmp_path}/file/below")
     assert report.failed() == ["storage"]

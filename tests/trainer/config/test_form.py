@@ -86,11 +86,15 @@ def as_kfp_passes(values):
     return {**values, SETTINGS: doubled(values[SETTINGS])}
 
 
-def test_the_fields_are_few_and_in_the_order_of_a_person():
+def test_the_fields_their_choices_and_their_defaults():
     assert list(BY_NAME) == [
         "name", "source", "label", "model", "steps", "epochs", "batch_size",
         "learning_rate", "strategy", "workers", "servers", "gpus", "storage_root", "settings",
     ]  # fmt: skip
+    drawn = {each.name: each.choices for each in FIELDS if each.choices}
+    assert set(drawn) == {"model", "strategy"}
+    assert all(choices[-1] == SETTINGS for choices in drawn.values())
+    assert from_form({each.name: each.default for each in FIELDS}) == Config()
 
 
 def test_a_field_has_a_default_of_its_type_and_says_what_it_is():
@@ -100,16 +104,6 @@ def test_a_field_has_a_default_of_its_type_and_says_what_it_is():
         assert len(field.description.split()) > 2, field
         # KFP's server rejects a default that is not among the choices.
         assert not field.choices or field.default in field.choices, field
-
-
-def test_a_drop_down_ends_with_the_word_for_a_value_of_ones_own():
-    drawn = {each.name: each.choices for each in FIELDS if each.choices}
-    assert set(drawn) == {"model", "strategy"}
-    assert all(choices[-1] == SETTINGS for choices in drawn.values())
-
-
-def test_the_defaults_are_the_default_configuration():
-    assert from_form({each.name: each.default for each in FIELDS}) == Config()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
@@ -133,11 +127,15 @@ def test_there_and_back_again(tree):
     assert from_form(json.loads(json.dumps(to_local_form(config)))) == config
 
 
-def test_settings_hold_what_has_no_field_and_is_no_default():
+def test_settings_hold_what_has_no_field_with_whole_numbers():
     config = load_config(None, ["training.steps=7", "training.patience=3"])
     values = to_form(config)
     assert values["steps"] == 7
     assert values[SETTINGS] == {"training": {"patience": 3}}
+    tree = {"training": {"patience": 3.0}, "model": {"args": {"hidden_units": [10.0, 20.0]}}}
+    config = from_form(form(settings=tree))
+    assert config.training.patience == 3
+    assert [type(each) for each in config.model.args["hidden_units"]] == [int, int]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +200,6 @@ def test_a_key_is_given_in_one_place():
     assert "the field source of the form sets data.dataset" in said
 
 
-def test_whole_numbers_arrive_as_doubles():
-    tree = {"training": {"patience": 3.0}, "model": {"args": {"hidden_units": [10.0, 20.0]}}}
-    config = from_form(form(settings=tree))
-    assert config.training.patience == 3
-    assert [type(each) for each in config.model.args["hidden_units"]] == [int, int]
-
-
 @pytest.mark.parametrize(
     ("values", "said"),
     [
@@ -229,11 +220,14 @@ def test_what_is_wrong_is_one_line(values, said):
     assert refused(**values).startswith(said)
 
 
-def test_a_whole_configuration_takes_the_place_of_all_fields():
+def test_a_whole_configuration_and_epochs_take_the_place_of_fields():
     config = load_config(None, ["training.steps=9"])
     values = form(settings={WHOLE: config.model_dump_json()}, steps=5)
     assert from_form(values).training.steps == 9
     assert parse_settings(values[SETTINGS])["training"]["steps"] == 9
+    config = from_form({**to_form(Config()), "epochs": 2.0})
+    assert config.training.epochs == 2
+    assert config.training.validate_every == 500
 
 
 @pytest.mark.parametrize(
@@ -253,9 +247,3 @@ def test_what_is_chosen_by_the_data_is_zero_in_the_form(tree):
         name: each.type for name, each in BY_NAME.items()
     }
     assert from_form(form) == config
-
-
-def test_epochs_of_a_form_are_in_place_of_its_steps():
-    config = from_form({**to_form(Config()), "epochs": 2.0})
-    assert config.training.epochs == 2
-    assert config.training.validate_every == 500

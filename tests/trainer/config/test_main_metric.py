@@ -57,14 +57,11 @@ def test_rows_are_sorted_by_it_then_by_their_loss_and_nothing_infinite_wins(main
     assert len(set(orders)) == len(ROWS)
 
 
-def test_where_no_row_measures_it_they_are_sorted_by_the_loss():
+def test_rows_without_it_are_sorted_by_the_loss_and_it_is_shown_first():
     ndcg = MainMetric(name="ndcg", better="higher")
     names = sorted(ROWS, key=lambda name: ndcg.order(ROWS[name]))
     losses = [ROWS[name].get("validation_loss", math.inf) for name in names]
     assert losses == sorted(losses)
-
-
-def test_it_is_the_first_and_the_loss_the_next():
     metrics = {"accuracy": 1, "loss": 2, "auc": 3}
     assert [*main_first(metrics, "auc")] == ["auc", "loss", "accuracy"]
     assert [*main_first(metrics, "ndcg")] == ["loss", "accuracy", "auc"]

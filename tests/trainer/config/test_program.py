@@ -27,10 +27,15 @@ def test_a_program_has_the_roles_of_the_strategy_or_its_own():
     assert all(every.leads(Task(role="worker", index=index)) for index in range(2))
 
 
-def test_a_recorded_configuration_is_read_again():
+def test_a_program_is_read_with_its_assignments_and_again(tmp_path):
     config = parse({"env": {"A": "{steps}"}, "roles": {"worker": 1}}, data={"source": "a.csv"})
     assert parse_config(config.model_dump(mode="json")) == config
     assert override(config, ["training.seed=3"]).training.seed == 3
+    path = tmp_path / "a.yaml"
+    path.write_text("program: {command: [python, a.py]}\ndata: {source: a.csv, label: y}\n")
+    config = load_config(path, ["program.after_training=evaluate"])
+    assert config.model.name == "mlp"
+    assert config.program.after_training == "evaluate"
 
 
 def test_only_placeholders_are_replaced():
@@ -70,11 +75,3 @@ def test_a_mistake_is_one_line_with_its_key(tree, said):
         parse_config(tree)
     assert said in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_a_program_of_a_file_and_assignments(tmp_path):
-    path = tmp_path / "a.yaml"
-    path.write_text("program: {command: [python, a.py]}\ndata: {source: a.csv, label: y}\n")
-    config = load_config(path, ["program.after_training=evaluate"])
-    assert config.model.name == "mlp"
-    assert config.program.after_training == "evaluate"

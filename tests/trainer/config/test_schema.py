@@ -107,26 +107,14 @@ BAD = [
     ("training.mixed_precision=fp16", "input should be '', 'bfloat16' or 'float16'"),
     ("training.accumulate=0", "training.accumulate: 0 is not allowed"),
     ("training.ema=1", "training.ema: 1 is not allowed: input should be less than 1"),
-    ("training.warm_start={form: champion}",
-     "training.warm_start: there is no key 'form'; did you"),
-    ("training.warm_start={include: [a]}",
-     "training.warm_start: the URI of the weights is missing; write {from"),
     ("training.warm_start={from: 5}",
      "training.warm_start: the URI of the weights is missing; write {from: URI}"),
-    ("training.warm_start={from: champ}", "training.warm_start: it must be champion, the URI of"),
-    ("training.warm_start={from: champion, include: a}",
-     'training.warm_start: include: "a" is not a list of globs'),
-    ("training.warm_start={from: champion, exclude: [1]}", "exclude: [1] is not a list of globs"),
     ("training.warm_start=[champion]", "write a URI, champion, or {from, include, exclude}"),
     ("training.warm_start=5",
      "5 is not allowed: write a URI, champion, or {from, include, exclude}"),
     ("training.freeze=hidden", "training.freeze: 'hidden' is not allowed"),
     ("training.hand_on=newest",
      "training.hand_on: 'newest' is not allowed: input should be 'best' or"),
-    ("training.warm_start=champ",
-     "(file:///path, gs://, s3:// or minio://), or a .keras file; did"),
-    ("training.warm_start=runs/a",
-     "training.warm_start: 'runs/a' is not allowed: it must be champion"),
     ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
     ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
@@ -156,17 +144,11 @@ def refused(*assignments):
     return message
 
 
-def test_a_value_that_is_allowed():
+def test_what_is_allowed_and_what_is_refused_by_name():
     for assignment in GOOD:
         assert isinstance(load_config(None, [assignment]), Config)
-
-
-def test_a_value_that_is_refused_is_named_with_what_is_allowed():
     for assignment, said in BAD:
         assert said in refused(assignment), assignment
-
-
-def test_a_wrong_item_of_a_list_is_reported_once():
     assert refused("export.formats=[saved_model,onnx]").count("export.formats") == 1
 
 
@@ -190,13 +172,10 @@ def test_no_key_is_accepted_and_then_ignored():
     assert not unused
 
 
-def test_memory_of_a_gpu_is_limited_in_one_way():
+def test_what_gpus_need():
     assert refused("cluster.gpu_memory_fraction=0.5", "cluster.gpu_memory_mb=512") == (
         "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of them"
     )
-
-
-def test_nccl_is_refused_where_workers_have_no_gpus():
     assert refused("cluster.communication=nccl") == (
         "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or choose ring or "
         "auto"
@@ -205,7 +184,7 @@ def test_nccl_is_refused_where_workers_have_no_gpus():
     assert nccl.cluster.communication == "nccl"
 
 
-def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggregates():
+def test_more_than_the_workers_or_shards_that_there_are_is_refused():
     wanted = "training.replicas_to_aggregate=3"
     assert refused("training.strategy=sync_parameter_server", wanted) == (
         "training.replicas_to_aggregate: 2 workers cannot send 3 gradients for an update; "
@@ -216,9 +195,6 @@ def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggrega
         None, ["training.strategy=sync_parameter_server", wanted, "cluster.workers=3"]
     )
     assert enough.cluster.workers == 3
-
-
-def test_more_workers_than_shards_are_refused_before_anything_starts():
     message = refused("cluster.workers=9")
     assert message == (
         "cluster.workers: 9 workers cannot share 8 shards; set data.shards to 9 or more"
@@ -253,15 +229,12 @@ def test_early_stopping_needs_validations(without):
     assert load_config(None, [without]).training.patience == 0
 
 
-def test_it_is_frozen():
+def test_it_is_frozen_and_its_values_are_not_shared():
     config = Config()
     with pytest.raises(ValidationError, match="frozen"):
         config.name = "other"
     with pytest.raises(ValidationError, match="frozen"):
         config.training.steps = 3
-
-
-def test_free_values_are_not_shared_between_configurations():
     first, second = parse_config({}), parse_config({})
     first.model.args["hidden_units"] = [1]
     assert second.model.args == {} == Config().model.args
@@ -335,14 +308,11 @@ def test_a_warm_start_is_kept_in_one_form(value, kept):
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
-def test_every_rule_and_limit_has_a_default():
+def test_the_rules_and_limits_of_the_data_gate():
     gate = DataGateConfig()
     assert {gate.action(rule) for rule in RULES} <= set(ACTIONS)
     for name, (default, least, most, _) in LIMITS.items():
         assert least <= gate.limit(name) == default <= most
-
-
-def test_what_is_named_wins_over_all():
     gate = DataGateConfig(rules={"all": "warn", "leakage": "refuse"})
     assert gate.action("leakage") == "refuse"
     assert gate.action("type") == "warn"

@@ -73,10 +73,12 @@ def test_what_is_wrong_is_refused_by_name(gate, words):
     assert "\n" not in str(caught.value)
 
 
-def test_metrics_of_any_task_have_bounds():
+def test_a_metric_of_any_task_or_output_may_be_bounded():
     gate = {"min": {"r2_score": -1.5}, "max": {"days_mean_absolute_error@shop": 20}}
     found = parse_config({"gate": gate}).gate
     assert (found.min, found.max) == (gate["min"], gate["max"])
+    rules = {"Preis (€)_mae": 3.0, "_mae": 1.0, "a@b_mae@c": 2.0}
+    assert parse_config({"gate": {"max": rules}}).gate.max == rules
 
 
 @pytest.mark.parametrize(
@@ -97,11 +99,6 @@ def test_metrics_of_any_task_have_bounds():
 def test_a_rule_is_split_where_names_have_its_signs_themselves(rule, parts):
     metrics, features = ["accuracy", "x@y_mae"], ["kind", "size (cm)", "a", "a=b", "a@b", "größe"]
     assert split_rule(rule, metrics, features) == parts
-
-
-def test_a_metric_of_an_output_of_any_name_may_be_bounded():
-    rules = {"Preis (€)_mae": 3.0, "_mae": 1.0, "a@b_mae@c": 2.0}
-    assert parse_config({"gate": {"max": rules}}).gate.max == rules
 
 
 @pytest.mark.parametrize(

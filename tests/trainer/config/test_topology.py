@@ -46,12 +46,9 @@ def test_a_chief_leads_and_only_the_chief(strategy):
     assert [task for task in (CHIEF, PS, FIRST, SECOND) if topology.leads(task)] == [CHIEF]
 
 
-def test_all_mirrored_workers_run_the_outer_loop():
+def test_the_roles_of_mirrored_workers_and_of_a_users_own_strategy():
     topology = find_topology("multi_worker_mirrored")
     assert [task for task in (PS, FIRST, SECOND) if topology.leads(task)] == [FIRST, SECOND]
-
-
-def test_a_users_own_strategy_gets_all_roles():
     assert find_topology("my.own:Strategy").tasks(servers=2, workers=3) == SERVED
 
 
@@ -119,12 +116,11 @@ def test_a_cluster_and_its_task():
     assert json.loads(cluster.tf_config(task)) == GOOD
 
 
-def test_a_task_without_an_index_is_the_first():
+def test_what_tf_config_may_leave_out():
     assert from_tf_config(config_of(task={"type": "chief"}))[1] == Task(role="chief", index=0)
-
-
-def test_the_index_may_be_a_text():
     assert from_tf_config(config_of(task={"type": "ps", "index": "1"}))[1].index == 1
+    cluster, _ = from_tf_config(config_of(cluster={"worker": ["a:1", "a:2"]}))
+    assert (cluster.count("chief"), cluster.count("worker")) == (0, 2)
 
 
 @pytest.mark.parametrize("index", [0, 1, 7])
@@ -136,11 +132,6 @@ def test_the_evaluator_is_no_part_of_the_cluster(index):
     assert cluster.spec() == CLUSTER
     worker, _ = from_tf_config(config_of(cluster=given_cluster))
     assert worker == cluster
-
-
-def test_a_cluster_without_a_chief():
-    cluster, _ = from_tf_config(config_of(cluster={"worker": ["a:1", "a:2"]}))
-    assert (cluster.count("chief"), cluster.count("worker")) == (0, 2)
 
 
 @pytest.mark.parametrize(

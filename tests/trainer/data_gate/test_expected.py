@@ -50,8 +50,9 @@ def test_what_the_schema_does_not_allow_is_named(dataset, features, rule, says):
     assert says in found(dataset, **features)[rule]
 
 
-def test_a_feature_that_is_not_required_may_be_absent(dataset):
+def test_what_is_not_required_may_be_absent(dataset):
     assert found(dataset, note={"required": False}) == {}
+    assert expected.read("") is None
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,3 @@ def test_a_wrong_file_is_one_line(tmp_path, text, says):
         expected.read(str(path))
     assert says in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-def test_no_file_is_no_schema():
-    assert expected.read("") is None

@@ -27,10 +27,13 @@ def rules(new, old=None, **config):
             for each in rule(asked)}  # fmt: skip
 
 
-def test_a_rare_class_may_be_absent_from_a_small_split():
+def test_classes_that_are_rare_or_as_large_as_others():
     assert rules(counted([500, 500, 120], [40, 40, 5])) == set()
     assert rules(counted([500, 500, 120], [20, 21, 0])) == set()
     assert rules(counted([500, 500, 120], [200, 200, 0])) == {("class_gone", "test")}
+    even = counted([10, 10, 10], [10, 10, 10])
+    assert rules(even) == set()
+    assert ("imbalance", "train") in rules(counted([990, 5, 5], [100, 1, 1]))
 
 
 def test_shares_are_compared_with_the_champion():
@@ -38,12 +41,6 @@ def test_shares_are_compared_with_the_champion():
     assert rules(counted([520, 490, 110], [100, 100, 30]), old) == set()
     assert rules(counted([700, 300, 120], [140, 60, 25]), old) == {("balance", "train")}
     assert rules(counted([700, 300, 120], [140, 60, 25]), old, limits={"balance": 0.5}) == set()
-
-
-def test_many_classes_of_equal_size_are_not_rare():
-    even = counted([10, 10, 10], [10, 10, 10])
-    assert rules(even) == set()
-    assert ("imbalance", "train") in rules(counted([990, 5, 5], [100, 1, 1]))
 
 
 def test_a_split_of_one_class_is_refused_however_probable_it_is():

@@ -23,7 +23,7 @@ def dataset(tmp_path_factory):
     return prepare(config, storage.uri_of(folder / "root"), folder / "scratch").uri
 
 
-def test_features_have_their_statistics(dataset):
+def test_features_have_their_statistics_and_equal_examples_are_seen(dataset):
     found = make_profile(dataset)
     train = found.features("train")
     assert {name: each.kind for name, each in train.items()} == {
@@ -37,9 +37,6 @@ def test_features_have_their_statistics(dataset):
     assert gaps.missing > 0.7 * gaps.examples
     assert set(train["kind"].counts) == {"ax", "bx"}
     assert found.count_classes("label", "train") == dict(train["label"].counts)
-
-
-def test_equal_examples_are_seen_in_every_split(dataset):
     splits = make_profile(dataset).splits
     assert all(each.is_whole for each in splits.values())
     assert sum(each.copies.sum() for each in splits.values()) == 600

@@ -18,7 +18,7 @@ def made(**columns):
     return profile(split_of({**table(np.random.default_rng(0), 100), **columns}))
 
 
-def test_names_and_types_are_compared_without_statistics():
+def test_the_structure_is_compared_with_that_of_the_champion():
     old = made()
     new = made(hieght=np.ones(100))
     del new.specs["height"]
@@ -26,18 +26,12 @@ def test_names_and_types_are_compared_without_statistics():
     found = {each.rule: each.says for each in values.features(question(bare, old))}
     assert set(found) == {"missing_feature", "new_feature"}
     assert "did you mean 'hieght'?" in found["missing_feature"]
-
-
-def test_whole_numbers_that_became_floats_may_have_gaps():
     old, new = made(id=np.arange(100)), made(id=np.arange(100.0))
     (found,) = values.features(question(new, old))
     assert found.rule == "type"
     assert "(whole numbers with missing values are read as floats)" in found.says
     (found,) = values.features(question(old, new))
     assert "missing" not in found.says
-
-
-def test_an_empty_split_is_named():
     new = made()
     splits = {**new.splits, "test": replace(new.splits["test"], examples=0)}
     (found,) = values.sizes(question(replace(new, splits=splits)))
@@ -126,7 +120,7 @@ def test_few_features_and_few_rows_are_not_tested_together():
     assert not list(drift.compare_together(question(dependent(0, size=30), dependent(1, size=30))))
 
 
-def test_the_distance_is_that_of_scipy():
+def test_the_tests_of_two_samples_are_those_of_scipy():
     rng = np.random.default_rng(0)
     new, old = np.sort(rng.normal(size=300)), np.sort(rng.normal(0.2, 1, size=200))
     size, chance = drift.kolmogorov_smirnov(new, old)
@@ -136,6 +130,9 @@ def test_the_distance_is_that_of_scipy():
     assert drift.exceeds(new, old) == pytest.approx(
         stats.mannwhitneyu(new, old).statistic / 300 / 200
     )
+    exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
+    assert drift.fisher_test(8, 100, 2, 200) == pytest.approx(exact)
+    assert drift.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
 
 
 def test_rare_values_are_one_value():
@@ -155,12 +152,6 @@ def test_many_tests_are_corrected():
     assert drift.holm({}, 0.05) == set()
 
 
-def test_a_share_is_compared_by_the_exact_test():
-    exact = stats.fisher_exact([[8, 92], [2, 198]], alternative="greater").pvalue
-    assert drift.fisher_test(8, 100, 2, 200) == pytest.approx(exact)
-    assert drift.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
-
-
 def ordinary(seed):
     """Return a table without errors, with columns of many kinds independent of the label."""
     rng = np.random.default_rng(seed)
@@ -177,12 +168,9 @@ def ordinary(seed):
     return {**columns, "label": label}
 
 
-def test_ordinary_tables_have_no_finding():
+def test_ordinary_tables_have_no_finding_and_few_different_rows_no_copies():
     for seed in range(12):
         assert not find_all(question(profile(split_of(ordinary(seed)))))
-
-
-def test_few_different_rows_are_no_copies():
     rng = np.random.default_rng(0)
     for make in (lambda: rng.normal(size=700).round(2), lambda: rng.integers(18, 90, 700) / 1.0):
         columns = {"x": make(), "k": np.full(700, "a"), "label": rng.integers(0, 2, 700)}

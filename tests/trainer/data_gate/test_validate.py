@@ -27,10 +27,12 @@ def test_every_rule_is_one_of_the_configuration():
     assert set(RULES) - said == {"schema", "new_class"}
 
 
-def test_without_a_champion_a_dataset_is_compared_with_itself():
+def test_without_a_champion_a_dataset_is_compared_with_itself(tmp_path):
     assert rules_of(profile(clean())) == set()
     skew, _ = SKEWS["test rows in training"]
     assert rules_of(profile(skew(np.random.default_rng(1), clean()))) == {"leakage"}
+    found = validate.opponent(storage.uri_of(tmp_path), "digits")
+    assert (found.version, found.note) == (0, "digits has no champion yet")
 
 
 def test_a_rule_that_is_off_finds_nothing():
@@ -43,16 +45,13 @@ def test_a_rule_that_is_off_finds_nothing():
     assert "drift" not in rules_of(skewed, champion, limits={"drift": 0.9})
 
 
-def test_a_new_class_is_named():
+def test_classes_are_compared_by_name():
     columns = clean()
     for part in columns.values():
         part["label"][:20] = 2
     new = profile(columns, classes=("no", "yes", "perhaps"))
     findings = validate.find_all(question(new, profile(clean(1))))
     assert "perhaps" in next(each.value for each in findings if each.rule == "new_class")
-
-
-def test_another_spelling_of_a_class_is_no_new_one():
     new = profile(clean(), classes=("no", "Yes"))
     rules = {"new_class", "class_gone", "balance"}
     assert not rules & rules_of(new, profile(clean(1), classes=("No", "yes")))
@@ -96,11 +95,6 @@ def test_off_in_yaml_is_a_word():
     assert config.data.gate.action("drift") == "off"
 
 
-def test_a_registry_without_a_champion_is_said(tmp_path):
-    found = validate.opponent(storage.uri_of(tmp_path), "digits")
-    assert (found.version, found.note) == (0, "digits has no champion yet")
-
-
 FACTS = {
     "decision": "accepted", "dataset": "file:///d", "examples": {"train": 7},
     "champion": {"version": 3, "dataset": "file:///c", "note": ""}, "findings": [],
@@ -126,7 +120,7 @@ def labelled(columns):
     return {**columns, "label": np.zeros(len(next(iter(columns.values()))), int)}
 
 
-def test_the_bars_of_categories_are_named_with_their_shares():
+def test_categories_and_numbers_have_labels():
     new = {"plan": np.array(["basic", "plus", "basic", "plus", "basic"] * 200, object)}
     old = {"plan": np.array(["basic", "plus"] * 500, object)}
     words = Page(drawn(labelled(new), labelled(old))).words
@@ -135,9 +129,6 @@ def test_the_bars_of_categories_are_named_with_their_shares():
     many = {"plan": np.array([f"plan {n % 15}" for n in range(1500)], object)}
     words = Page(drawn(labelled(many))).words
     assert words[words.index("all others") + 1] == "20 %"
-
-
-def test_the_axis_of_numbers_is_labelled():
     words = Page(drawn(labelled({"age": np.linspace(0, 80, 1000)}))).words
     first = words.index("age", words.index("age") + 1)
     assert words[first + 1].startswith("up to 4.")

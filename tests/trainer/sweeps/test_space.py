@@ -21,16 +21,13 @@ from flotilla.trainer.sweeps.space import (
 RATE = "training.optimizer.learning_rate"
 
 
-def test_a_grid_has_every_combination_once():
+def test_a_grid_has_every_combination_of_the_values_once():
     found = parse_space(Config(), [f"{RATE}=0.01,1e-2,0.003", "training.batch_size=16,64"])
     trials = grid(found)
     assert len(trials) == 4
     assert {(each[RATE], each["training.batch_size"]) for each in trials} == {
         ("0.01", "16"), ("0.01", "64"), ("0.003", "16"), ("0.003", "64"),
     }  # fmt: skip
-
-
-def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
     given = ["training.steps=70", "model.args={hidden_units: [10, 20]},{hidden_units: [30]}"]
     found = parse_space(Config(), given)
     assert found.base.training.steps == 70
@@ -42,7 +39,7 @@ def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
     assert {each.training.steps for each in configs} == {70}
 
 
-def test_draws_are_those_of_the_seed_and_within_the_range():
+def test_draws_are_those_of_the_seed_within_the_range_and_without_repeats():
     found = parse_space(Config(), [f"{RATE}=0.0001..0.1:log", "training.batch_size=16..64"])
     trials = draw_trials(found, 40, seed=3)
     assert trials == draw_trials(found, 40, seed=3)
@@ -52,9 +49,6 @@ def test_draws_are_those_of_the_seed_and_within_the_range():
     # In a log space, half of the values are below the middle of the exponents, about 0.00316.
     assert 10 < sum(each < 0.00316 for each in rates) < 30
     assert all(16 <= int(each["training.batch_size"]) <= 64 for each in trials)
-
-
-def test_a_small_space_gives_each_trial_once():
     found = parse_space(Config(), ["training.batch_size=16,32,64"])
     assert len(draw_trials(found, 20, seed=0)) == 3
 

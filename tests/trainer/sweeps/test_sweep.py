@@ -52,7 +52,7 @@ def a_sweep(**more):
     return Sweep(**{**fields, **more})
 
 
-def test_the_best_is_that_of_the_highest_rung():
+def test_the_best_is_that_of_the_highest_rung_by_the_objective():
     trials = [
         ended(NINE[0], 0, 1),
         ended(ended(NINE[1], 0, 2), 1, 3),
@@ -61,24 +61,18 @@ def test_the_best_is_that_of_the_highest_rung():
     assert find_best(trials, LOSS).number == 2
     assert find_best(trials[:1], LOSS).number == 1
     assert find_best(trials[2:], LOSS) is None
-
-
-def test_the_best_is_the_highest_where_higher_is_better():
     trials = [ended(trial, 0, value) for trial, value in zip(NINE, (3, 1, 2), strict=False)]
     assert find_best(trials, LOSS).number == 2
     assert find_best(trials, Objective(metric="x", better="higher")).number == 1
 
 
-def test_the_steps_of_a_trial_are_those_of_its_rung():
+def test_the_steps_and_the_command_of_a_trial():
     sweep = a_sweep()
     config = sweep.configure(sweep.trials[1], 0, sweep.base)
     assert config.training.steps == 30
     assert config.training.optimizer.learning_rate == 0.003
     alone = a_sweep(rungs=(0,))
     assert alone.configure(alone.trials[1], 0, alone.base).training.steps == 1500
-
-
-def test_the_command_of_the_best_is_quoted():
     assert a_sweep().command() == ""
     assert a_sweep(best=2).command() == (
         f"flotilla run 'my config.yaml' --set training.steps=90 --set {RATE}=0.003"
@@ -172,7 +166,7 @@ def test_without_a_choice_trials_are_compared_by_their_main_metric(main, best):
     assert [row[0] for row in rows] == [str(best), str(3 - best)]
 
 
-def test_trials_of_several_main_metrics_are_not_compared():
+def test_main_metrics_that_compare_nothing_are_refused():
     sweep = a_sweep(objective=Objective())
     trials = [
         reached(sweep, each, 0, 0.5, main)
@@ -180,25 +174,19 @@ def test_trials_of_several_main_metrics_are_not_compared():
     ]
     with pytest.raises(ConfigError, match="by different metrics, auc and loss: choose one"):
         find_best(trials, sweep.objective)
-
-
-def test_a_main_metric_that_is_the_loss_is_refused_where_the_loss_is_searched():
     sweep = a_sweep(objective=Objective(), keys=("task.loss",))
     assert reached(sweep, sweep.trials[0], 0, 0.5, AUC).last.value == 0.5
     with pytest.raises(ConfigError, match=r"task\.loss changes the loss"):
         reached(sweep, sweep.trials[0], 0, 0.5, BY_LOSS)
 
 
-def test_the_table_has_the_best_first():
+def test_the_tables_have_the_best_first_and_its_command():
     heads, rows = make_table(trained())
     assert heads == ["trial", "learning_rate", "validation loss", "steps", "duration", "status"]
     assert rows == [
         ["2", "0.003", "0.2", "90", "0.0 s", "best"],
         ["1", "0.01", "0.5", "30", "0.0 s", "done"],
     ]
-
-
-def test_the_table_in_markdown_has_the_command_of_the_best_and_every_failure_escaped():
     sweep = trained()
     failed = replace(sweep.trials[0], status=FAILED, error="<b>bad</b>", results=())
     text = to_markdown(replace(sweep, trials=(failed, sweep.trials[1]))).decode()

@@ -170,7 +170,7 @@ def server(monkeypatch):
         yield address, store
 
 
-def test_a_promotion_is_a_model_a_version_and_an_artifact_with_its_uri(server):
+def test_a_promotion_is_a_model_a_version_and_an_artifact_once(server):
     address, store = server
     identity = Hub(address).announce(MODEL)
     (model,) = store.kinds["registered_models"].values()
@@ -184,9 +184,6 @@ def test_a_promotion_is_a_model_a_version_and_an_artifact_with_its_uri(server):
     properties = version["customProperties"]
     assert properties["test_accuracy"]["double_value"] == pytest.approx(0.9722)
     assert set(properties) == {"test_accuracy", "dataset"}
-
-
-def test_a_retry_adds_nothing_and_the_next_version_is_another_one(server):
     address, store = server
     first = Hub(address).announce(MODEL)
     assert Hub(address).announce(MODEL) == first

@@ -76,7 +76,7 @@ def test_a_table_has_a_column_for_each_input_and_an_example(tmp_path):
     assert served == {"dataframe_split": example}
 
 
-def test_the_environment_is_pinned(tmp_path):
+def test_the_environment_is_pinned(tmp_path, monkeypatch):
     write(tmp_path, manifest(entry("a", "float", "float32")), {"": "regression"})
     lines = (tmp_path / "requirements.txt").read_text().splitlines()
     assert [line.partition("==")[0] for line in lines] == ["mlflow", "tensorflow", "numpy"]
@@ -85,9 +85,6 @@ def test_the_environment_is_pinned(tmp_path):
     conda = yaml.safe_load((tmp_path / "conda.yaml").read_text())
     assert python["dependencies"] == ["-r requirements.txt"]
     assert conda["dependencies"] == [f"python={python['python']}", "pip", {"pip": lines}]
-
-
-def test_without_mlflow_any_release_of_its_major_version_is_required(tmp_path, monkeypatch):
     known = {"tensorflow": "2.21.0", "numpy": "2.0"}
     monkeypatch.setattr(mlflow_model, "_find_version", lambda name: known.get(name, ""))
     model, _ = write(tmp_path, manifest(entry("a", "float", "float32")), {"": "regression"})
@@ -151,7 +148,7 @@ def test_the_columns_of_each_kind_of_output(tmp_path, kind, outputs, columns):
     assert [each["name"] for each in signature["outputs"]] == columns
 
 
-def test_several_outputs_have_their_names_before_the_columns(tmp_path):
+def test_outputs_have_their_names_before_the_columns_and_many_classes_one_column(tmp_path):
     outputs = (("a_b_prediction", []), ("a_logit", []), ("a_probability", []))
     fields = manifest(
         entry("x", "float", "float32"), outputs=outputs, threshold={"a": 0.25},
@@ -166,9 +163,6 @@ def test_several_outputs_have_their_names_before_the_columns(tmp_path):
     made = json.loads((tmp_path / "mlflow" / "model.json").read_text())
     assert [each["threshold"] for each in made["outputs"]] == [0.25, 0.5]
     assert made["outputs"][1]["answers"] == {"prediction": "a_b_prediction"}
-
-
-def test_more_classes_than_columns_are_one_list(tmp_path):
     labels = [str(each) for each in range(1001)]
     fields = manifest(entry("x", "float", "float32"), outputs=[("probabilities", [1001])])
     _, signature = write(tmp_path, fields, {"": "classification"}, labels)
@@ -177,12 +171,9 @@ def test_more_classes_than_columns_are_one_list(tmp_path):
     ]  # fmt: skip
 
 
-def test_a_model_of_an_earlier_version_stays_as_it_is(tmp_path):
+def test_a_version_is_written_again_under_the_next_number(tmp_path):
     mlflow_model.write(tmp_path, {"saved_model": "serving/m/1"}, {})
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_version_is_written_again_under_the_next_number(tmp_path):
     fields = manifest(entry("a", "float", "float32"))
     write(tmp_path, fields, {"": "regression"})
     model, _ = write(

@@ -47,7 +47,7 @@ def test_outside_of_a_repository_there_is_no_commit_but_that_of_the_image(monkey
     assert "mlflow.source.git.branch" not in describe_origin()
 
 
-def test_a_dataset_has_its_digest_its_address_and_its_rows(tmp_path):
+def test_a_dataset_has_its_digest_its_address_and_its_rows_unless_it_is_gone(tmp_path):
     uri = storage.uri_of(tmp_path / "published")
     (tmp_path / "made").mkdir()
     splits = {"train": {"examples": 8, "shards": [8]}, "test": {"examples": 2, "shards": [2]}}
@@ -59,7 +59,4 @@ def test_a_dataset_has_its_digest_its_address_and_its_rows(tmp_path):
     assert json.loads(found["source"]) == {"uri": uri}
     profile = json.loads(found["profile"])
     assert profile == {"num_rows": 10, "num_rows_train": 8, "num_rows_test": 2}
-
-
-def test_a_dataset_that_is_gone_is_left_out(tmp_path):
     assert describe_dataset(storage.uri_of(tmp_path / "none")) == {}

@@ -52,17 +52,16 @@ def test_progress_and_validation_become_curves():
     ]
 
 
-def test_what_a_program_does_not_report_is_no_point():
+def test_what_is_a_point_and_when():
     silent = Progress(
         global_step=20, steps=100, loss=0.0, steps_per_second=0.0, seconds_left=-1,
         metrics={"reward": 7.0},
     )  # fmt: skip
     assert points(Reader(), silent) == [("reward", 7.0, 20)]
-
-
-def test_a_point_has_the_time_of_its_event_so_that_a_second_writing_is_the_same():
     (first, *_) = Reader().read(progress(20, time=12.3456)).points
     assert first.when == 12345
+    metrics = {"loss": float("nan"), "name": "x", "is_on": True, "far": float("inf")}
+    assert points(Reader(), Validation(global_step=1, metrics=metrics)) == []
 
 
 def test_a_long_run_has_as_many_points_as_a_history_has_rows_and_the_last_one():
@@ -71,11 +70,6 @@ def test_a_long_run_has_as_many_points_as_a_history_has_rows_and_the_last_one():
     losses = [step for name, _, step in found if name == "loss"]
     assert len(losses) == MOST_POINTS
     assert losses[-1] == steps
-
-
-def test_what_is_no_number_is_no_point():
-    metrics = {"loss": float("nan"), "name": "x", "is_on": True, "far": float("inf")}
-    assert points(Reader(), Validation(global_step=1, metrics=metrics)) == []
 
 
 def test_the_metrics_of_the_test_split_stand_at_the_step_of_the_model():
@@ -163,7 +157,7 @@ def warnings(caplog):
     return lambda: [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
 
 
-def test_all_is_written_in_order_and_the_end_last(warnings):
+def test_all_is_written_in_order_and_what_was_not_taken_again(warnings):
     target = Target()
     follower = Tracker(target)
     for step in (20, 40, 60):
@@ -172,9 +166,6 @@ def test_all_is_written_in_order_and_the_end_last(warnings):
     assert (target.steps, target.written.status) == ([20, 40, 60], "FINISHED")
     assert target.written.tags == {"flotilla.verdict": "blessed"}
     assert warnings() == []
-
-
-def test_what_was_not_taken_is_sent_again_and_said_once(warnings):
     target = Target(ConnectionError("refused"), TimeoutError("late"), ValueError("<html>"))
     follower = Tracker(target, first_pause=0.001)
     follower.hear(progress(20))
