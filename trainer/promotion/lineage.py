@@ -26,6 +26,6 @@ def commit() -> str:
 
 
 def _git(home: Path, *words: str) -> str:
-    command = ["git", "-C", str(home), *words]
+    command = ["git", "--no-optional-locks", "-C", str(home), *words]
     ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
     return ended.stdout.strip()

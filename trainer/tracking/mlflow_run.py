@@ -55,9 +55,11 @@ def describe_origin() -> dict[str, str]:
 
 
 def _ask_git(*words: str) -> str:
+    # Without this option, `git status` may leave a lock behind if it cannot write the index.
+    command = ["git", "--no-optional-locks", *words]
     try:
         ended = subprocess.run(
-            ["git", *words], check=True, capture_output=True, text=True, timeout=_GIT_SECONDS
+            command, check=True, capture_output=True, text=True, timeout=_GIT_SECONDS
         )
     except (OSError, subprocess.SubprocessError):
         return ""

@@ -1,6 +1,7 @@
 """Tests the origin of a run and its data as it is reported to MLflow."""
 
 import json
+import os
 import subprocess
 
 import pytest
@@ -34,6 +35,11 @@ def test_a_run_has_the_commit_of_the_current_folder(folder):
     assert tags["mlflow.source.git.dirty"] == "false"
     assert tags["mlflow.source.name"] == "flotilla"
     assert tags["mlflow.user"]
+    os.utime(folder / "a", (1, 1))
+    index = (folder / ".git" / "index").read_bytes()
+    assert describe_origin()["mlflow.source.git.dirty"] == "false"
+    # A git that was killed while it refreshes the index would leave a lock behind.
+    assert (folder / ".git" / "index").read_bytes() == index
     (folder / "a").write_text("2")
     assert describe_origin()["mlflow.source.git.dirty"] == "true"
 
