@@ -15,26 +15,10 @@ import typer
 from typer.completion import completion_init  # type: ignore[attr-defined]
 from typer.core import TyperCommand, TyperGroup
 
+from flotilla.pipelines.cli import kfp, models
 from flotilla.pipelines.cli.completion import VARIABLE, completion, rejoin_words
 from flotilla.pipelines.cli.exit import Answer, fail, finish, write
 from flotilla.pipelines.cli.housekeeping import check, doctor, gc
-from flotilla.pipelines.cli.kfp import (
-    compile_,
-    manifest,
-    reschedule,
-    schedule,
-    submit,
-    unschedule,
-    upload,
-)
-from flotilla.pipelines.cli.models import (
-    list_models,
-    predict,
-    promote_model,
-    roll_back,
-    show_checkpoint,
-    show_model,
-)
 from flotilla.pipelines.cli.run import configs, init, prepare, replay, run, train
 from flotilla.pipelines.cli.runs import cancel, compare, list_runs, logs, open_, status
 from flotilla.pipelines.cli.sweep import sweep
@@ -98,22 +82,22 @@ COMMANDS = {
     "compare": Command(compare, RUN, _COMPARED),
     "cancel": Command(cancel, RUN),
     "replay": Command(replay, RUN, "`step`, `stages`, `folder` and `remarks`."),
-    "compile": Command(compile_, CLUSTER),
-    "upload": Command(upload, CLUSTER, _UPLOADED),
-    "submit": Command(submit, CLUSTER, f"{_TRAINED} These keys are present only with --wait."),
-    "schedule": Command(schedule, CLUSTER, "`schedule`."),
-    "reschedule": Command(reschedule, CLUSTER, "`schedule`."),
-    "unschedule": Command(unschedule, CLUSTER, "`schedule`."),
-    "manifest": Command(manifest, CLUSTER, "`manifest`, the manifest of the job as an object."),
+    "compile": Command(kfp.compile_, CLUSTER),
+    "upload": Command(kfp.upload, CLUSTER, _UPLOADED),
+    "submit": Command(kfp.submit, CLUSTER, f"{_TRAINED} These keys are present only with --wait."),
+    "schedule": Command(kfp.schedule, CLUSTER, "`schedule`."),
+    "reschedule": Command(kfp.reschedule, CLUSTER, "`schedule`."),
+    "unschedule": Command(kfp.unschedule, CLUSTER, "`schedule`."),
+    "manifest": Command(kfp.manifest, CLUSTER, "`manifest`, the manifest of the job as an object."),
     "predict": Command(
-        predict, MODELS, "`rows`, `skipped`, `unsound`, `rows_per_second` and `output`."
+        models.predict, MODELS, "`rows`, `skipped`, `unsound`, `rows_per_second` and `output`."
     ),
-    "models list": Command(list_models, adds="`models`, a list of objects."),
-    "models show": Command(show_model, adds="`model`, with its lineage and promotions."),
-    "models promote": Command(promote_model, adds="the numbers `version` and `promotion`."),
-    "models rollback": Command(roll_back, adds="the numbers `version` and `promotion`."),
+    "models list": Command(models.list_models, adds="`models`, a list of objects."),
+    "models show": Command(models.show_model, adds="`model`, with its lineage and promotions."),
+    "models promote": Command(models.promote_model, adds="the numbers `version` and `promotion`."),
+    "models rollback": Command(models.roll_back, adds="the numbers `version` and `promotion`."),
     "checkpoint show": Command(
-        show_checkpoint, adds="`checkpoint`, with its `variables` and `parts`."
+        models.show_checkpoint, adds="`checkpoint`, with its `variables` and `parts`."
     ),
     "init": Command(init, DATA, "`config`, the content of the file."),
     "check": Command(check, DATA, "`found` (the inputs and outputs of the model) and `notes`."),

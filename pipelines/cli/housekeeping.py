@@ -10,17 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.exit import Answer, answers, failure, output, show_lines
-from flotilla.pipelines.cli.options import (
-    Assignments,
-    Code,
-    Config,
-    Image,
-    Label,
-    Workdir,
-    add_instance_options,
-    add_pod_options,
-)
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime import user_code
@@ -59,7 +50,10 @@ _ServiceAccount = Annotated[
 
 @answers
 def check(
-    config: Config = None, label: Label = None, assignments: Assignments = None, code: Code = None
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    code: opt.Code = None,
 ) -> Answer:
     """Check a configuration, its data source and your code in seconds, without starting a run."""
     from flotilla.pipelines.doctor.machine import describe_model
@@ -82,21 +76,21 @@ def check(
 
 
 @answers
-@partial(add_instance_options, namespace=_Namespace)
-@lambda command: add_pod_options(command, "pull_secrets", "mounts")
+@partial(opt.add_instance_options, namespace=_Namespace)
+@lambda command: opt.add_pod_options(command, "pull_secrets", "mounts")
 def doctor(
     instance: Instance,
     pods: Any,
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    workdir: Workdir = RUNS,
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    workdir: opt.Workdir = RUNS,
     kubernetes: Annotated[
         bool,
         typer.Option("--kubernetes", help="Check the cluster even if cluster.launcher is local."),
     ] = False,
     service_account: _ServiceAccount = "",
-    image: Image = "",
+    image: opt.Image = "",
 ) -> Answer:
     """Check whether this machine or the cluster is ready for a run, without starting one."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
@@ -181,9 +175,9 @@ Yes = Annotated[bool, typer.Option("--yes", help="Remove without asking for conf
 
 @answers
 def gc(
-    config: Config = None,
-    assignments: Assignments = None,
-    workdir: Workdir = RUNS,
+    config: opt.Config = None,
+    assignments: opt.Assignments = None,
+    workdir: opt.Workdir = RUNS,
     keep_runs: KeepRuns = "",
     keep_versions: KeepVersions = None,
     dry_run: DryRun = False,

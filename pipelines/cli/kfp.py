@@ -8,25 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, warn
-from flotilla.pipelines.cli.options import (
-    Assignments,
-    AtOnce,
-    CatchUp,
-    Code,
-    Config,
-    Cron,
-    Every,
-    FormConfig,
-    Image,
-    Label,
-    Latest,
-    Timezone,
-    add_instance_options,
-    add_pod_options,
-    add_submission_options,
-    local_path,
-)
 from flotilla.pipelines.cli.run import bundle_lines, make_answer
 from flotilla.pipelines.cli.runs import continues
 from flotilla.pipelines.runs.kfp_access import Access, Instance, describe_no_page
@@ -42,8 +25,8 @@ if TYPE_CHECKING:
 
 
 @answers
-@add_instance_options
-@add_pod_options
+@opt.add_instance_options
+@opt.add_pod_options
 def upload(
     instance: Instance,
     pods: Any,
@@ -55,9 +38,9 @@ def upload(
             "to compile it from.",
         ),
     ] = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    image: Image = "",
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    image: opt.Image = "",
     name: Annotated[
         str, typer.Option(help="The name of the pipeline. Default: the name in the compiled file.")
     ] = "",
@@ -125,14 +108,14 @@ def _pages(**pages: str) -> dict[str, str]:
 
 
 @answers
-@add_instance_options
-@add_submission_options
+@opt.add_instance_options
+@opt.add_submission_options
 def submit(
     instance: Instance,
     target: dict[str, Any],
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait until the run ends, and show its progress.")
     ] = False,
@@ -141,7 +124,7 @@ def submit(
         typer.Option(metavar="FILE", help="Run this compiled pipeline instead of an uploaded one."),
     ] = None,
     name: Annotated[str, typer.Option(help="The name of the run. Default: a generated name.")] = "",
-    code: Code = None,
+    code: opt.Code = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
     from flotilla.pipelines.runs.local import configuration
@@ -214,24 +197,24 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
 
 
 @answers
-@add_instance_options
-@add_submission_options
+@opt.add_instance_options
+@opt.add_submission_options
 def schedule(
     instance: Instance,
     target: dict[str, Any],
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    cron: Cron = "",
-    every: Every = "",
-    timezone: Timezone = "UTC",
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    cron: opt.Cron = "",
+    every: opt.Every = "",
+    timezone: opt.Timezone = "UTC",
     name: Annotated[
         str, typer.Option(help="The name of the schedule. Default: the name of the model.")
     ] = "",
-    latest: Latest = False,
-    catch_up: CatchUp = False,
-    at_once: AtOnce = 1,
-    code: Code = None,
+    latest: opt.Latest = False,
+    catch_up: opt.CatchUp = False,
+    at_once: opt.AtOnce = 1,
+    code: opt.Code = None,
 ) -> Answer:
     """Create or replace a schedule of recurring runs on a KFP instance."""
     from flotilla.pipelines.runs import schedule as scheduling
@@ -277,8 +260,8 @@ def _answer_schedule(made: Scheduled) -> Answer:
 
 
 @answers
-@add_instance_options
-@lambda command: add_submission_options(command, "pipeline", "image")
+@opt.add_instance_options
+@lambda command: opt.add_submission_options(command, "pipeline", "image")
 def reschedule(instance: Instance, target: dict[str, Any], name: ScheduleName) -> Answer:
     """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
@@ -287,7 +270,7 @@ def reschedule(instance: Instance, target: dict[str, Any], name: ScheduleName) -
 
 
 @answers
-@add_instance_options
+@opt.add_instance_options
 def unschedule(
     instance: Instance,
     name: ScheduleName,
@@ -321,24 +304,24 @@ def unschedule(
 
 
 @answers
-@add_pod_options
+@opt.add_pod_options
 def compile_(
     pods: Any,
-    config: FormConfig = None,
-    label: Label = None,
-    assignments: Assignments = None,
+    config: opt.FormConfig = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
     output: Annotated[
         Path,
         typer.Option(
-            "-o", "--output", metavar="FILE", parser=local_path, help="The file to write."
+            "-o", "--output", metavar="FILE", parser=opt.local_path, help="The file to write."
         ),
     ] = Path("build/pipeline.yaml"),
-    image: Image = "",
+    image: opt.Image = "",
     components: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            parser=local_path,
+            parser=opt.local_path,
             help="Also write one YAML file for each component into this folder.",
         ),
     ] = None,
@@ -359,7 +342,9 @@ def compile_(
 
 
 @answers
-def manifest(config: Config = None, label: Label = None, assignments: Assignments = None) -> Answer:
+def manifest(
+    config: opt.Config = None, label: opt.Label = None, assignments: opt.Assignments = None
+) -> Answer:
     """Print the TFJob or JobSet of a configuration as YAML."""
     import yaml
 

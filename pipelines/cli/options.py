@@ -141,86 +141,54 @@ def _texts(name: str, metavar: str, text: str) -> Any:
 
 _INSTANCE = {
     "endpoint": _text("URL", "The URL of the KFP instance. Default: KF_PIPELINES_ENDPOINT."),
-    "namespace": _text(
-        None, "The namespace on a multi-user instance. Default: KFP_NAMESPACE.", "-n", "--namespace"
-    ),
-    "token_file": _text(
-        "FILE",
+    "namespace": _text(None, "The namespace on a multi-user instance. Default: KFP_NAMESPACE.",
+        "-n", "--namespace"),
+    "token_file": _text("FILE",
         "A file with a bearer token. Default: the token in KFP_EXISTING_TOKEN, or else the file "
-        "that KF_PIPELINES_SA_TOKEN_PATH names.",
-    ),
-    "cookies_file": _text(
-        "FILE", "A file with the Cookie header of a session. Default: the header in KFP_COOKIES."
-    ),
-    "ca_file": _text(
-        "FILE", "A PEM file with the CA certificate of the instance. Default: KFP_CA_FILE."
-    ),
-    "ui": _text(
-        "URL",
+        "that KF_PIPELINES_SA_TOKEN_PATH names."),
+    "cookies_file": _text("FILE",
+        "A file with the Cookie header of a session. Default: the header in KFP_COOKIES."),
+    "ca_file": _text("FILE",
+        "A PEM file with the CA certificate of the instance. Default: KFP_CA_FILE."),
+    "ui": _text("URL",
         "The URL of the KFP user interface, for links. Default: FLOTILLA_KFP_UI, or else the "
-        "endpoint, if it also serves the UI.",
-        "--ui",
-    ),
-}
+        "endpoint, if it also serves the UI.", "--ui"),
+}  # fmt: skip
 _TARGET = {
     "pipeline": _text("NAME", "The name of the uploaded pipeline."),
     "version": _text(None, "The name or id of the pipeline version. Default: the newest version."),
-    "experiment": _text(
-        "NAME", "The KFP experiment that the run belongs to. It is created if it does not exist."
-    ),
-    "pipeline_root": _text(
-        "URI", "The URI below which KFP stores artifacts. Default: as set on the instance."
-    ),
-    "service_account": _text(
-        "NAME", "The service account of the pods. Default: the account that the instance uses."
-    ),
-    "image": _text(
-        "IMAGE",
-        "The container image of all steps and training tasks. Default: the image of the pipeline.",
-    ),
-}
+    "experiment": _text("NAME",
+        "The KFP experiment that the run belongs to. It is created if it does not exist."),
+    "pipeline_root": _text("URI",
+        "The URI below which KFP stores artifacts. Default: as set on the instance."),
+    "service_account": _text("NAME",
+        "The service account of the pods. Default: the account that the instance uses."),
+    "image": _text("IMAGE",
+        "The container image of all steps and training tasks. Default: the image of the pipeline."),
+}  # fmt: skip
 _PODS = {
-    "cpu": _text(
-        "CPUS", "The CPU request and limit of each step that handles data or a model. Default: 1."
-    ),
-    "memory": _text(
-        "SIZE",
-        "The memory request and limit of each step that handles data or a model. Default: 4Gi.",
-    ),
+    "cpu": _text("CPUS",
+        "The CPU request and limit of each step that handles data or a model. Default: 1."),
+    "memory": _text("SIZE",
+        "The memory request and limit of each step that handles data or a model. Default: 4Gi."),
     "gpus": _text("N", "The number of GPUs for evaluate-model and for export-model. Default: 0."),
-    "node_selector": _texts(
-        "--node-selector",
-        "KEY=VALUE",
-        "A label that a node must have to run a step that handles data or a model.",
-    ),
-    "tolerations": _texts(
-        "--toleration",
-        "YAML",
-        "A Kubernetes toleration, as YAML, for the steps that handle data or a model.",
-    ),
-    "store_secret": _text(
-        "NAME",
-        "The secret with the access keys of the object store. Default: mlpipeline-minio-artifact.",
-    ),
+    "node_selector": _texts("--node-selector", "KEY=VALUE",
+        "A label that a node must have to run a step that handles data or a model."),
+    "tolerations": _texts("--toleration", "YAML",
+        "A Kubernetes toleration, as YAML, for the steps that handle data or a model."),
+    "store_secret": _text("NAME",
+        "The secret with the access keys of the object store. Default: mlpipeline-minio-artifact."),
     "pull_secrets": _texts("--pull-secret", "NAME", "An image pull secret for the steps."),
-    "mounts": _texts(
-        "--mount",
-        "CLAIM:FOLDER",
+    "mounts": _texts("--mount", "CLAIM:FOLDER",
         "A persistent volume claim for data.manual_dir, and the folder where prepare-data mounts "
-        "it.",
-    ),
-    "scratch": _text(
-        "SIZE", "The size limit of /tmp in each step that handles data or a model, such as 50Gi."
-    ),
-    "labels": _texts(
-        "--pod-label",
-        "KEY=VALUE",
-        "A label to add to the pods of all steps, such as the queue label of Kueue.",
-    ),
-    "variables": _texts(
-        "--env", "NAME=VALUE", "An environment variable for the steps. Do not use it for a secret."
-    ),
-}
+        "it."),
+    "scratch": _text("SIZE",
+        "The size limit of /tmp in each step that handles data or a model, such as 50Gi."),
+    "labels": _texts("--pod-label", "KEY=VALUE",
+        "A label to add to the pods of all steps, such as the queue label of Kueue."),
+    "variables": _texts("--env", "NAME=VALUE",
+        "An environment variable for the steps. Do not use it for a secret."),
+}  # fmt: skip
 _DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
 
 

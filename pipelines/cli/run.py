@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.completion import complete_examples, complete_steps
 from flotilla.pipelines.cli.exit import Answer, answers, output, show_lines, warn
-from flotilla.pipelines.cli.options import (
-    Assignments,
-    Code,
-    Config,
-    Dataset,
-    Label,
-    Resume,
-    Run,
-    Workdir,
-    add_instance_options,
-    local_path,
-)
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, USAGE, ConfigError, UserError
 from flotilla.trainer.runtime.streams import say
@@ -41,12 +30,12 @@ RUNS = Path("runs")
 
 @answers
 def run(
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    workdir: Workdir = RUNS,
-    resume: Resume = None,
-    code: Code = None,
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    workdir: opt.Workdir = RUNS,
+    resume: opt.Resume = None,
+    code: opt.Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
     return _run("run", **locals())
@@ -54,11 +43,11 @@ def run(
 
 @answers
 def prepare(
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    workdir: Workdir = RUNS,
-    code: Code = None,
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    workdir: opt.Workdir = RUNS,
+    code: opt.Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
     return _run("prepare", **locals())
@@ -66,13 +55,13 @@ def prepare(
 
 @answers
 def train(
-    config: Config = None,
-    label: Label = None,
-    assignments: Assignments = None,
-    workdir: Workdir = RUNS,
-    dataset: Dataset = "",
-    resume: Resume = None,
-    code: Code = None,
+    config: opt.Config = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
+    workdir: opt.Workdir = RUNS,
+    dataset: opt.Dataset = "",
+    resume: opt.Resume = None,
+    code: opt.Code = None,
 ) -> Answer:
     """Train a model, after preparing the dataset if it is not yet published."""
     return _run("train", **locals())
@@ -230,16 +219,16 @@ Step = Annotated[
 
 
 @answers
-@add_instance_options
+@opt.add_instance_options
 def replay(
     instance: Instance,
-    run: Run,
+    run: opt.Run,
     step: Step,
-    assignments: Assignments = None,
+    assignments: opt.Assignments = None,
     pdb: Annotated[
         bool, typer.Option("--pdb", help="Open a debugger at the line that raises the error.")
     ] = False,
-    workdir: Workdir = RUNS,
+    workdir: opt.Workdir = RUNS,
 ) -> Answer:
     """Run a step of a run again on this machine with the same inputs, without changing the run.
 
@@ -301,15 +290,15 @@ def init(
             metavar="SOURCE", help="The training data: a file, a folder, a URI or a pattern."
         ),
     ],
-    label: Label = None,
-    assignments: Assignments = None,
+    label: opt.Label = None,
+    assignments: opt.Assignments = None,
     output: Annotated[
         Path | None,
         typer.Option(
             "-o",
             "--output",
             metavar="FILE",
-            parser=local_path,
+            parser=opt.local_path,
             help="The file to write. Default: a name derived from SOURCE.",
         ),
     ] = None,

@@ -8,16 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.completion import complete_assignments, complete_sweeps
 from flotilla.pipelines.cli.exit import Answer, answers, show_lines, warn
-from flotilla.pipelines.cli.options import (
-    Config,
-    Image,
-    Label,
-    Workdir,
-    add_pod_options,
-    local_path,
-)
 from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.streams import say
@@ -117,18 +110,18 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="FILE",
-        parser=local_path,
+        parser=opt.local_path,
         help="The file that --compile writes. Default: build/sweep.yaml.",
     ),
 ]
 
 
 @answers
-@add_pod_options
+@opt.add_pod_options
 def sweep(
     pods: Any,
-    config: Config = None,
-    label: Label = None,
+    config: opt.Config = None,
+    label: opt.Label = None,
     assignments: Searched = None,
     random: Random = None,
     tpe: Tpe = None,
@@ -139,11 +132,11 @@ def sweep(
     metric: Metric = "",
     better: Better = "",
     parallel: Parallel = 1,
-    workdir: Workdir = RUNS,
+    workdir: opt.Workdir = RUNS,
     resume: ResumeSweep = None,
     to_compile: Compile = False,
     output_file: Output = None,
-    image: Image = "",
+    image: opt.Image = "",
 ) -> Answer:
     """Train trials with different settings, and evaluate, export and register the best one."""
     from flotilla.pipelines.step_settings import NO_SETTINGS

@@ -292,13 +292,10 @@ def _how(dataset: DatasetProfile, name: str, target: str, limit: float) -> str:
     if found or kinds[0] in (TEXT, CLASS):
         return found
     # The sample of an image or a tensor has projections of its elements.
-    columns = [sample[key][there][usual] for key in sample if _is_same_feature(key, name)]
+    keys = (name, f"{name}/std", *(f"{name}/{place}" for place in range(4)))
+    columns = [sample[key][there][usual] for key in keys if key in sample]
     is_tight = any(_is_tight(column, y[usual], limit) for column in columns)
     return "the values of each class are close together" if is_tight else ""
-
-
-def _is_same_feature(column: str, name: str) -> bool:
-    return column.removeprefix(name) in ("", "/std", *(f"/{place}" for place in range(4)))
 
 
 def _is_tight(x: Numbers, classes: Numbers, limit: float) -> bool:

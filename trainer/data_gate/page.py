@@ -56,8 +56,8 @@ def render(
 
 
 def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> dict[str, Any]:
-    rows: list[tuple[str, object, object]] = []
-    rows.append(("missing", new.missing, old.missing if old else None))
+    rows: list[tuple[str, object, object]]
+    rows = [("missing", new.missing, old.missing if old else None)]
     if math.isfinite(new.mean):
         rows += [
             (word, _short(getattr(new, key)), _short(getattr(old, key)) if old else None)

@@ -126,9 +126,10 @@ def automatic(config: Config, given: Iterable[str]) -> tuple[str, ...]:
     dropout. A key is left out if `given` sets it, a part of it, or a section that contains it.
     """
     training = config.training
-    # If a value is derived from the examples, search around a usual value.
     rate, batch = training.optimizer.learning_rate, training.batch_size
-    rate, batch = 0.001 if rate == AUTOMATIC else rate, 128 if batch == AUTOMATIC else batch
+    # If a value is derived from the examples, search around a usual value.
+    rate = 0.001 if rate == AUTOMATIC else rate
+    batch = 128 if batch == AUTOMATIC else batch
     found = {
         f"model.args.{key}": text for key, text in _OF_MODELS.get(config.model.name, {}).items()
     }

@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -321,8 +320,6 @@ class MlflowRun:
         return self._steps[name]
 
     def _write_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
-        if not tags:
-            return
         from mlflow.entities import RunTag
 
         every = [RunTag(key, value) for key, value in tags.items()]
@@ -375,10 +372,8 @@ def find_experiment(client: Any, place: addresses.Place, default: str) -> str:
     return str(found.experiment_id)
 
 
-def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
-    rest = iter(items)
-    while some := list(islice(rest, size)):
-        yield some
+def _parts(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
+    return (items[at : at + size] for at in range(0, len(items), size))
 
 
 def health() -> str:

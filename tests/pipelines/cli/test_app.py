@@ -164,7 +164,7 @@ def test_standard_output_beyond_the_size_limit_of_files(arguments, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code"), [(["--version"], 0), (["runs"], 0), (["status", "nothing"], 2)]
+    ("arguments", "code"), [(["--version"], 0), (["runs"], 0), (["configs", "nothing"], 2)]
 )
 def test_streams_that_are_closed(arguments, code):
     command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", FLOTILLA, *arguments]

@@ -54,21 +54,13 @@ def values(found):
     return [value for value, _ in found]
 
 
-def test_runs_are_offered_newest_first(here):
+def test_runs_sweeps_models_and_versions_are_offered(here):
     assert values(completion.complete_runs(context())) == RUNS[::-1]
     assert values(completion.complete_runs(context(workdir=here / "runs", runs=[RUNS[0]]))) == [
         RUNS[1]
     ]
     assert completion.complete_runs(context(workdir=here / "absent")) == []
-
-
-@pytest.mark.usefixtures("here")
-def test_sweeps_are_offered():
     assert values(completion.complete_sweeps(context())) == ["sweep-1"]
-
-
-@pytest.mark.usefixtures("here")
-def test_models_and_versions_are_offered():
     assert values(completion.complete_models(context())) == ["digits"]
     expected = [("2", ""), ("1", "the champion")]
     assert completion.complete_versions(context(name="digits")) == expected

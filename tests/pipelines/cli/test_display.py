@@ -49,21 +49,15 @@ def test_in_a_pipe_it_is_whole_with_a_sign_in_each_cell():
     ]
 
 
-def test_what_is_spare_goes_first_in_its_order():
+def test_a_narrow_table_drops_wraps_or_splits_its_columns():
     for width, left in ((41, "id size mark why"), (40, "id size why"), (32, "id why")):
         assert drawn(width, spare=("mark", "size"))[0].split() == left.split()
-
-
-def test_sentences_go_on_in_further_lines_between_words():
     assert drawn(32, words=("why",)) == [
         "id    size  mark    why",
         "a-1   9     failed  no [room]",
         "                    left for it",
         "b-22  10",
     ]
-
-
-def test_what_fits_in_no_way_is_a_table_of_its_own_with_the_first_column():
     assert drawn(16) == [
         "id    size", "a-1   9", "b-22  10", "",
         "id    mark", "a-1   failed", "",
@@ -93,12 +87,9 @@ def test_a_uri_is_whole_at_every_width(width):
         assert any(URI in line for line in drawn(width, rows, words=words))
 
 
-def test_wide_signs_take_two_places():
+def test_wide_signs_take_two_places_and_no_rows_none():
     rows = [{"a": "漢字", "b": "x"}, {"a": "abcd", "b": "y\n\x1b[1m"}]
     assert drawn(80, rows) == ["a     b", "漢字  x", "abcd  y \\u001b[1m"]
-
-
-def test_without_rows_there_is_nothing():
     assert drawn(80, []) == drawn(None, []) == []
 
 
@@ -109,7 +100,7 @@ def table_of(events):
     return console.file.getvalue()
 
 
-def test_the_table_has_a_row_for_every_step():
+def test_the_table_has_a_row_for_every_stage_of_a_step():
     events = [*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)]
     lines = [line.split() for line in table_of(events).splitlines()]
     assert lines == [
@@ -117,6 +108,13 @@ def test_the_table_has_a_row_for_every_step():
         ["prepare_data", "prepare_data", "done", "1.5", "s", "-"],
         ["train_model", "train_model", "failed", "1.5", "s", "-"],
     ]
+    events = [*done("resolve_config"), *done("prepare_data"), *done("train_model"), *done("odd")]
+    table = closing_table(judge_outcome(reduce_events(events), 0, interrupted=False))
+    assert [line.plain.split()[:2] for line in table.lines(80)[1:]] == [
+        ["prepare_data", "resolve_config"], ["prepare_data", "done"],
+        ["train_model", "train_model"], ["odd", "odd"],
+    ]  # fmt: skip
+    assert [line.plain.split()[0] for line in table.lines(None)[1:3]] == ["prepare_data"] * 2
 
 
 def test_the_table_shows_four_metrics_or_the_progress_and_no_lists():
@@ -164,16 +162,6 @@ def test_a_uri_is_never_cut_and_is_on_one_line():
     lines = table_of([*judged("blessed"), *done("export_model", uri=uri)]).splitlines()
     assert lines[-1] == f"export_model  {uri}"
     assert lines[-2] == ""
-
-
-def test_the_stages_are_next_to_their_step_which_a_terminal_shows_once():
-    events = [*done("resolve_config"), *done("prepare_data"), *done("train_model"), *done("odd")]
-    table = closing_table(judge_outcome(reduce_events(events), 0, interrupted=False))
-    assert [line.plain.split()[:2] for line in table.lines(80)[1:]] == [
-        ["prepare_data", "resolve_config"], ["prepare_data", "done"],
-        ["train_model", "train_model"], ["odd", "odd"],
-    ]  # fmt: skip
-    assert [line.plain.split()[0] for line in table.lines(None)[1:3]] == ["prepare_data"] * 2
 
 
 def coloured(result):
@@ -260,6 +248,9 @@ def test_runs_with_date_duration_metric_and_verdict():
     wide = runs_of(run, width=120)
     assert wide[0][:3] == ["run", "verdict", "model"]
     assert wide[1][1:5] == ["done", "digits", "2026-11-23", "21:40"]
+    empty = RunResult(run_id="odd name", status="unknown", exit_code=1, message="", steps=())
+    assert runs_of(empty)[1] == ["odd", "name", "unknown"]
+    assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
 
 
 @pytest.mark.parametrize(
@@ -280,12 +271,6 @@ def test_a_long_metric_goes_on_in_further_lines(width, end):
     run = run_of(events, "digits-20261123-214000-0dea")
     _, first, *more = runs_of(run, width=width)
     assert [" ".join(line) for line in (first[2 if width else 9 :], *more)] == end
-
-
-def test_a_run_that_left_nothing_has_its_row():
-    empty = RunResult(run_id="odd name", status="unknown", exit_code=1, message="", steps=())
-    assert runs_of(empty)[1] == ["odd", "name", "unknown"]
-    assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
 
 
 HOSTILE = "a\nflotilla: blessed [/] [red]b[/red]\x1b[2J\x9b1A\u202ec\r\nd\\"

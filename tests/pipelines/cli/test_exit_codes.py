@@ -95,40 +95,25 @@ def replay_of(status: str, code: int) -> ReplayResult:
 
 
 ROWS = {
-    "check": Row(
-        mistake=TYPO,
-        calls="flotilla.trainer.preflight.check.check",
-        returns=SimpleNamespace(found={}, notes=()),
-    ),
+    "check": Row(mistake=TYPO, calls="flotilla.trainer.preflight.check.check",
+        returns=SimpleNamespace(found={}, notes=())),
     "doctor": Row(mistake=TYPO, calls="flotilla.pipelines.doctor.checks.checks", returns=[]),
     "run": Row(**LOCAL),
-    "init": Row(
-        words="in.csv --label b",
-        mistake="in.csv --label c",
-        calls="flotilla.trainer.preflight.proposal.Proposal.text",
-        returns="",
-    ),
+    "init": Row(words="in.csv --label b", mistake="in.csv --label c",
+        calls="flotilla.trainer.preflight.proposal.Proposal.text", returns=""),
     "prepare": Row(**LOCAL),
     "train": Row(**LOCAL),
-    "predict": Row(
-        words="digits in.csv -o out.csv",
-        mistake="digits -o out.csv",
+    "predict": Row(words="digits in.csv -o out.csv", mistake="digits -o out.csv",
         calls="flotilla.pipelines.predict.predict",
-        returns=Prediction(model="m", output="out.csv", rows=1),
-    ),
-    "sweep": Row(
-        mistake="--set training.stepz=1,2",
-        calls="flotilla.pipelines.sweeps.local.execute",
-        returns=result_of("done", DONE),
-        also=(("flotilla.pipelines.sweeps.local.start", SWEEP),),
-    ),
-    "compile": Row(
-        mistake="--image no:such:image", calls="flotilla.pipelines.compile.compile_all", returns={}
-    ),
+        returns=Prediction(model="m", output="out.csv", rows=1)),
+    "sweep": Row(mistake="--set training.stepz=1,2",
+        calls="flotilla.pipelines.sweeps.local.execute", returns=result_of("done", DONE),
+        also=(("flotilla.pipelines.sweeps.local.start", SWEEP),)),
+    "compile": Row(mistake="--image no:such:image", calls="flotilla.pipelines.compile.compile_all",
+        returns={}),
     "configs": Row(mistake="digitz", calls="flotilla.pipelines.configs.list_examples"),
-    "compare": Row(
-        words=" ".join(RUNS), mistake="absent gone", calls="flotilla.pipelines.compare.compare"
-    ),
+    "compare": Row(words=" ".join(RUNS), mistake="absent gone",
+        calls="flotilla.pipelines.compare.compare"),
     "gc": Row(mistake="--dry-run", calls="flotilla.pipelines.retention.removal.collect"),
     "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.render_job"),
     "upload": Row(
@@ -141,42 +126,23 @@ ROWS = {
             ("flotilla.pipelines.runs.upload.find_default", VERSION),
         ),
     ),
-    "submit": Row(
-        words=ENDPOINT,
-        mistake=f"{ENDPOINT} {TYPO}",
+    "submit": Row(words=ENDPOINT, mistake=f"{ENDPOINT} {TYPO}",
         calls="flotilla.pipelines.runs.submission.start",
         returns=SimpleNamespace(run_id="r", page="", version=VERSION),
-        also=(("flotilla.pipelines.runs.kfp_client.connect", None),),
-    ),
-    "schedule": Row(
-        words=f"{ENDPOINT} --every 6h",
-        mistake=f"{ENDPOINT} --every soon",
-        calls="flotilla.pipelines.runs.schedule.put_schedule",
-        returns=SCHEDULED,
-    ),
-    "reschedule": Row(
-        words=f"nightly {ENDPOINT}",
-        mistake=f"nightly {ENDPOINT} --image 'a b'",
-        calls="flotilla.pipelines.runs.schedule.reschedule",
-        returns=SCHEDULED,
-    ),
-    "unschedule": Row(
-        words=f"nightly {ENDPOINT}",
-        mistake="nightly",
-        calls="flotilla.pipelines.runs.schedule.unschedule",
-        returns=1,
-    ),
+        also=(("flotilla.pipelines.runs.kfp_client.connect", None),)),
+    "schedule": Row(words=f"{ENDPOINT} --every 6h", mistake=f"{ENDPOINT} --every soon",
+        calls="flotilla.pipelines.runs.schedule.put_schedule", returns=SCHEDULED),
+    "reschedule": Row(words=f"nightly {ENDPOINT}", mistake=f"nightly {ENDPOINT} --image 'a b'",
+        calls="flotilla.pipelines.runs.schedule.reschedule", returns=SCHEDULED),
+    "unschedule": Row(words=f"nightly {ENDPOINT}", mistake="nightly",
+        calls="flotilla.pipelines.runs.schedule.unschedule", returns=1),
     "runs": Row(mistake="--experiment digits", calls="flotilla.pipelines.runs.control.list_local"),
     "status": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.status"),
     "logs": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.logs"),
     "cancel": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.cancel"),
-    "open": Row(
-        words=RUNS[0],
-        mistake="absent",
-        calls="flotilla.pipelines.runs.control.find_page",
+    "open": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.find_page",
         returns=Page(run_id=RUNS[0], url="https://ui.example.com"),
-        also=(("flotilla.pipelines.links.open_page", True),),
-    ),
+        also=(("flotilla.pipelines.links.open_page", True),)),
     "replay": Row(
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",
@@ -189,29 +155,18 @@ ROWS = {
             ),
         ),
     ),
-    "completion": Row(
-        words="zsh",
-        mistake="tcsh",
-        calls="flotilla.pipelines.cli.completion.get_completion_script",
-    ),
+    "completion": Row(words="zsh", mistake="tcsh",
+        calls="flotilla.pipelines.cli.completion.get_completion_script"),
     "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.list_models"),
     "models show": Row(words="digits", mistake="digitz", calls="flotilla.pipelines.models.show"),
-    "models promote": Row(
-        words="digits 1", mistake="digits 9", calls="flotilla.pipelines.models.promote"
-    ),
-    "models rollback": Row(
-        words="digits",
-        mistake="digitz",
-        calls="flotilla.pipelines.models.rollback",
-        returns=SimpleNamespace(version=1, number=3),
-    ),
-    "checkpoint show": Row(
-        words="file:///checkpoints",
-        mistake="absent",
+    "models promote": Row(words="digits 1", mistake="digits 9",
+        calls="flotilla.pipelines.models.promote"),
+    "models rollback": Row(words="digits", mistake="digitz",
+        calls="flotilla.pipelines.models.rollback", returns=SimpleNamespace(version=1, number=3)),
+    "checkpoint show": Row(words="file:///checkpoints", mistake="absent",
         calls="flotilla.trainer.checkpoints.index.contents",
-        returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={}),
-    ),
-}
+        returns=Contents(uri="u", global_step=1, created="", bytes=1, parts=(1,), variables={})),
+}  # fmt: skip
 # Commands that end with `refused` if the data, the model or all trials are refused.
 JUDGING = {
     **dict.fromkeys(("run", "prepare", "train", "sweep"), result_of("refused", REFUSED)),

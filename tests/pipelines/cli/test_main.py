@@ -122,7 +122,7 @@ def test_a_closed_terminal_is_a_request_to_end_and_no_end_leaves_a_temporary_fil
 
 COMMANDS_THAT_WRITE = [
     (["gc", "--json", "--workdir", "runs"], 0),
-    (["status", "absent", "--json"], 2),
+    (["configs", "absent", "--json"], 2),
     *(
         pytest.param(*command, marks=pytest.mark.slow)
         for command in (
@@ -163,17 +163,14 @@ def test_a_reader_of_answers_that_has_gone_changes_no_exit_code(arguments, code,
     requires_no_reader(arguments, code, tmp_path, "stdout")
 
 
-def test_a_reader_of_lines_that_has_gone_changes_no_exit_code(tmp_path):
+def test_lines_that_nobody_can_read_change_no_exit_code(tmp_path):
     requires_no_reader(["gc", "--workdir", "runs"], 0, tmp_path, "stderr")
     requires_no_reader(["nonsense"], 2, tmp_path, "stderr")
-
-
-# `test_where_nobody_hears_the_exit_code_still_arrives` does this with a mistake.
-def test_lines_that_nobody_can_read_change_no_exit_code(tmp_path):
     with open("/dev/full", "wb") as full:
         assert called(["gc", "--workdir", "runs"], tmp_path, stderr=full)[0] == 0
 
 
+# `test_where_nobody_hears_the_exit_code_still_arrives` does this with a mistake.
 # Leave out the first command, because `test_app` covers JSON output with `completion --json`.
 @pytest.mark.parametrize(("arguments", "code"), COMMANDS_THAT_WRITE[1:])
 def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, code, tmp_path):

@@ -83,7 +83,7 @@ def flotilla(capsys):
 
 
 @pytest.mark.usefixtures("table")
-def test_a_file_is_written_once(flotilla):
+def test_a_file_is_written_once_and_a_label_is_asked_for(flotilla):
     assert flotilla("init", "plants.csv", "--label", "kind")[0] == 0
     written = load_config(Path("plants.yaml"), rebases=True)
     assert isinstance(written, Config)
@@ -94,10 +94,6 @@ def test_a_file_is_written_once(flotilla):
     assert code == 2
     assert "plants.yaml exists with different content" in said
     assert Path("plants.yaml").read_text() == "name: mine\n"
-
-
-@pytest.mark.usefixtures("table")
-def test_without_a_label_it_lists_the_columns(flotilla):
     code, said = flotilla("init", "plants.csv")
     assert code == 2
     assert "perhaps 'kind' (one of height, kind)" in said

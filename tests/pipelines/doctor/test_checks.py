@@ -203,7 +203,7 @@ def test_a_request_that_the_api_refuses(kube, of_job, fault, name, finding):
     assert "a-token" not in str(report)
 
 
-def test_an_api_that_allows_nothing(kube, of_job):
+def test_an_api_that_allows_nothing_or_is_not_there(kube, of_job):
     kube.faults.add("", 403)
     report = of_job("cluster.gpus_per_worker=1", "cluster.kubernetes.pod.priority_class=high")
     assert (report.code, report.failed()) == (1, ["permissions of this user"])
@@ -212,9 +212,6 @@ def test_an_api_that_allows_nothing(kube, of_job):
     also = ["Kubernetes API", "GPUs of the cluster", "priority classes"]
     assert {states[name] for name in [*others, *also]} == {"warn"}
     assert all(each["remedy"] for each in report.answer["checks"] if each["state"] == "warn")
-
-
-def test_an_api_that_is_not_there(kube, of_job):
     kube.faults.down = True
     report = of_job()
     assert report.failed() == ["Kubernetes API"]

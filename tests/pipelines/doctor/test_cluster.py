@@ -24,21 +24,6 @@ def of_auto(doctor):
     return call
 
 
-def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
-    report = of_auto()
-    assert (report.code, report.failed()) == (0, [])
-    found = report["engine"]
-    said = "auto selects jobset: the cluster serves JobSets"
-    assert (found["state"], found["message"]) == ("ok", said)
-    assert report["JobSet CRD"]["state"] == report["JobSet controller"]["state"] == "ok"
-    assert "TFJob CRD" not in report.states()
-    assert report["storage"]["state"] == "skipped"
-    jobset.faults.add("GET .*/apis/jobset", 403)
-    # Without permission to check for JobSet, `auto` selects JobSet anyway, and the launcher reports
-    # what is missing.
-    assert of_auto()["engine"]["message"].startswith("auto selects jobset: ")
-
-
 @pytest.mark.usefixtures("kube")
 def test_auto_takes_tfjob_where_it_is_alone_and_nothing_where_neither_is_served(of_auto, kube):
     report = of_auto()
@@ -68,13 +53,25 @@ def test_an_api_that_fails_or_is_not_there(kube, of_auto):
     assert report["engine"]["message"] == "a required check did not succeed: Kubernetes API"
 
 
-def test_a_setting_that_the_engine_does_not_have(jobset, of_auto):
+def test_auto_takes_jobset_where_both_are_served(jobset, of_auto):
     assert jobset.jobsets() == []
     report = of_auto("cluster.kubernetes.job.scheduling={gang: true}")
     assert report.failed() == ["engine"]
     assert "auto selects jobset: the cluster serves JobSets; " in report["engine"]["message"]
     assert "cluster.kubernetes.job.scheduling: not supported with" in report["engine"]["message"]
     assert report["engine"]["remedy"] == "flotilla doctor --set cluster.launcher=tfjob"
+    report = of_auto()
+    assert (report.code, report.failed()) == (0, [])
+    found = report["engine"]
+    said = "auto selects jobset: the cluster serves JobSets"
+    assert (found["state"], found["message"]) == ("ok", said)
+    assert report["JobSet CRD"]["state"] == report["JobSet controller"]["state"] == "ok"
+    assert "TFJob CRD" not in report.states()
+    assert report["storage"]["state"] == "skipped"
+    jobset.faults.add("GET .*/apis/jobset", 403)
+    # Without permission to check for JobSet, `auto` selects JobSet anyway, and the launcher reports
+    # what is missing.
+    assert of_auto()["engine"]["message"].startswith("auto selects jobset: ")
 
 
 def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
@@ -95,8 +92,17 @@ def test_without_a_cluster_auto_is_this_machine(kube, of_auto, monkeypatch):
     assert report["TFJob CRD"]["state"] == "ok"
 
 
-def test_the_launcher_names_the_oldest_version_that_the_doctor_accepts():
+def test_the_page_the_packages_and_the_launcher_have_the_same_versions():
     assert f"install {cluster.JOBSET.oldest} or later" in KIND.outdated
+    text = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([\w ]+) \| ([\w. ]+) \| ([\d., ]+) \|$", text, re.MULTILINE)
+    assert rows == [
+        (part.name, part.oldest or "not known", ", ".join(part.seen)) for part in cluster.PARTS
+    ]
+    pinned = dict(each.split("==") for each in PROJECT["dependencies"] if "==" in each)
+    for package, part in (("kfp", cluster.KFP), ("tensorflow", cluster.TENSORFLOW)):
+        assert pinned[package] == f"{part.oldest}.*"
+    assert PROJECT["requires-python"] == f">={cluster.PYTHON.oldest}"
 
 
 @pytest.mark.usefixtures("jobset")
@@ -273,18 +279,6 @@ PAGE = ROOT / "docs/reference/versions.md"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_the_page_and_the_packages_have_the_same_versions():
-    text = PAGE.read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\w ]+) \| ([\w. ]+) \| ([\d., ]+) \|$", text, re.MULTILINE)
-    assert rows == [
-        (part.name, part.oldest or "not known", ", ".join(part.seen)) for part in cluster.PARTS
-    ]
-    pinned = dict(each.split("==") for each in PROJECT["dependencies"] if "==" in each)
-    for package, part in (("kfp", cluster.KFP), ("tensorflow", cluster.TENSORFLOW)):
-        assert pinned[package] == f"{part.oldest}.*"
-    assert PROJECT["requires-python"] == f">={cluster.PYTHON.oldest}"
-
-
 @pytest.mark.parametrize(
     ("launcher", "part"), [("tfjob", cluster.OPERATOR), ("jobset", cluster.JOBSET)]
 )
@@ -324,9 +318,6 @@ def test_the_version_of_the_cluster_is_judged(kube, of_job):
     assert "requires training operator 1.9 or later" in report["training operator"]["message"]
     assert "v1.31.4" in report["Kubernetes API"]["message"]
     assert "tested only with 1.33" in report["Kubernetes API"]["message"]
-
-
-def test_a_cluster_without_native_sidecars_runs_no_program(kube, of_job):
     program = 'program={"command": ["python", "train.py"], "roles": {"worker": 1}}'
     assert of_job(program)["Kubernetes API"]["state"] == "ok"
     kube.server.control.kubernetes = "1.28.9"

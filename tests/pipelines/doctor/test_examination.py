@@ -63,7 +63,7 @@ class Mark:
         return OK
 
 
-def test_what_a_check_raises_is_a_finding_and_hides_nothing():
+def test_what_a_check_raises_is_a_finding_and_hides_only_what_needs_it():
     found = looked(
         [
             Check(name="a", look=failing(UserError("mend it"))),
@@ -76,6 +76,17 @@ def test_what_a_check_raises_is_a_finding_and_hides_nothing():
         "b": ("fail", "the check itself failed: KeyError: 'bug\\nhere'"),
         "c": ("ok", "fine"),
     }
+    found = looked(
+        [
+            Check(name="a", look=lambda: Finding("fail", "")),
+            Check(name="b", look=failing(AssertionError()), needs=("a",)),
+            Check(name="c", look=failing(AssertionError()), needs=("b",)),
+            Check(name="d", look=lambda: Finding("warn", "")),
+            Check(name="e", look=lambda: OK, needs=("d",)),
+        ]
+    )
+    assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
+    assert found["c"][1] == "a required check did not succeed: b"
 
 
 def test_where_a_check_finds_nothing_the_command_shows_more(release):
@@ -91,20 +102,6 @@ def test_where_a_check_finds_nothing_the_command_shows_more(release):
     ]
     found = examine(checks, lambda *_: None)
     assert [each.remedy for each in found] == ["ls", "ls", "ls", ""]
-
-
-def test_what_needs_a_check_that_failed_is_not_looked_at():
-    found = looked(
-        [
-            Check(name="a", look=lambda: Finding("fail", "")),
-            Check(name="b", look=failing(AssertionError()), needs=("a",)),
-            Check(name="c", look=failing(AssertionError()), needs=("b",)),
-            Check(name="d", look=lambda: Finding("warn", "")),
-            Check(name="e", look=lambda: OK, needs=("d",)),
-        ]
-    )
-    assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
-    assert found["c"][1] == "a required check did not succeed: b"
 
 
 def test_one_that_hangs_is_given_up(release):
@@ -177,6 +174,7 @@ def test_an_interrupt_lets_a_check_tidy_up_by_itself(release):
     mark = Mark(release)
     assert interrupted(Check(name="a", look=mark.wait_for_stop, trace=mark)) == "interrupted"
     assert not mark.is_left
+    assert interrupted(Check(name="a", look=lambda: release.wait(60) and OK)) == "interrupted"
 
 
 @pytest.mark.usefixtures("hasty")
@@ -186,7 +184,3 @@ def test_an_interrupt_does_not_wait_for_a_check_that_hangs(release, firm):
     said = interrupted(Check(name="a", look=mark.hang, trace=mark))
     assert said.startswith("interrupted")
     assert (mark.is_left, mark.uri in said) == (firm, firm)
-
-
-def test_an_interrupt_without_traces_ends_at_once(release):
-    assert interrupted(Check(name="a", look=lambda: release.wait(60) and OK)) == "interrupted"

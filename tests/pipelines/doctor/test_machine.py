@@ -39,16 +39,13 @@ def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
     assert content(tmp_path) == before
 
 
-def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
+def test_every_check_is_one_line_with_and_without_json(doctor, capsys):
     report = doctor("storage.root=s3://B!/k")
     for line, each in zip(report.err.splitlines(), report.answer["checks"], strict=True):
         remedy = f"; fix or inspect it with: {each['remedy']}" if each["remedy"] else ""
         assert line == f"{each['state']:7}  {each['name']}: {each['message']}{remedy}"
     assert report.answer["message"] == "failed: storage"
     assert (report.answer["status"], report.answer["run_id"]) == ("failed", "")
-
-
-def test_without_json_there_are_lines_alone(doctor, capsys):
     assert doctor().code == 0
     assert app.call(["doctor"]) == 0
     out, err = capsys.readouterr()

@@ -75,10 +75,13 @@ def test_a_file_with_assignments_over_it(tmp_path):
     assert config.model.args == {"dropout": 0.1}
 
 
-def test_the_last_assignment_wins():
+def test_assignments_are_applied_in_order(tmp_path):
     assert load_config(None, ["training.steps=1", "training.steps=2"]).training.steps == 2
     assert load_config(None, ["model.args={a: 1}", "model.args.b=2"]).model.args == {"a": 1, "b": 2}
     assert load_config(None, ["model.args.b=2", "model.args={a: 1}"]).model.args == {"a": 1}
+    path = written(tmp_path, "training: 3\n")
+    message = refused(load_config, path, ["training.steps=4"])
+    assert message == "--set 'training.steps=4': training is not a section"
 
 
 @pytest.mark.parametrize("text", ["", "\n# nothing\n", "{}", "---\n"])
@@ -147,12 +150,6 @@ def test_what_is_no_value_is_refused_with_its_key(text):
 )  # fmt: skip
 def test_a_wrong_assignment(assignment, said):
     assert refused(load_config, None, [assignment]).startswith(said)
-
-
-def test_an_assignment_below_a_value_of_the_file(tmp_path):
-    path = written(tmp_path, "training: 3\n")
-    message = refused(load_config, path, ["training.steps=4"])
-    assert message == "--set 'training.steps=4': training is not a section"
 
 
 def test_mistakes_name_their_keys_in_one_line():

@@ -57,7 +57,7 @@ def test_rows_are_sorted_by_it_then_by_their_loss_and_nothing_infinite_wins(main
     assert len(set(orders)) == len(ROWS)
 
 
-def test_rows_without_it_are_sorted_by_the_loss_and_it_is_first_of_all():
+def test_rows_are_sorted_by_it_or_by_the_loss():
     ndcg = MainMetric(name="ndcg", better="higher")
     names = sorted(ROWS, key=lambda name: ndcg.order(ROWS[name]))
     losses = [ROWS[name].get("validation_loss", math.inf) for name in names]

@@ -106,7 +106,7 @@ def refused(text):
     return message
 
 
-def test_a_cluster_and_its_task():
+def test_a_cluster_and_its_task_and_a_copy_of_its_specification():
     cluster, task = from_tf_config(config_of(environment="cloud"))
     assert task == Task(role="worker", index=1)
     assert str(task) == "worker-1"
@@ -114,6 +114,9 @@ def test_a_cluster_and_its_task():
     assert [cluster.count(role) for role in ROLES] == [1, 2, 2, 0]
     assert cluster.address(task) == "w-1.example:65535"
     assert json.loads(cluster.tf_config(task)) == GOOD
+    spec = Cluster(addresses={"ps": ("a:1",)}).spec()
+    spec["ps"].append("b:1")
+    assert Cluster(addresses={"ps": ("a:1",)}).spec() == {"ps": ["a:1"]}
 
 
 def test_what_tf_config_may_leave_out():
@@ -290,9 +293,3 @@ def test_a_port_that_was_just_left_is_free():
             accepted.close()
             assert client.recv(1) == b""
     check_port(*one_task(port))
-
-
-def test_a_specification_is_a_copy():
-    spec = Cluster(addresses={"ps": ("a:1",)}).spec()
-    spec["ps"].append("b:1")
-    assert Cluster(addresses={"ps": ("a:1",)}).spec() == {"ps": ["a:1"]}

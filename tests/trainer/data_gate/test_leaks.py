@@ -99,24 +99,29 @@ def test_a_feature_that_decides_a_class_is_named(name, rows):
         assert "set data.drop: [days]" in said.says
 
 
-def test_the_threshold_is_said():
+def test_thresholds_and_classes_by_thresholds_are_named():
     (said,) = found(with_label(by_threshold(40, lambda rng, rows: rng.integers(18, 90, rows))))
     assert "'days' determines 'label' ('refund' up to 39, 'kept' from 40)" in said.says
 
-
-def test_a_feature_that_decided_the_label_before_is_no_news():
-    columns = with_label(LEAKS["threshold"])
-    assert not found(columns, champion=with_label(LEAKS["threshold"], 1))
-    other = {**with_label(LEAKS["threshold"], 1), "days": np.random.default_rng(2).random(ROWS)}
-    assert found(columns, champion=other)
-
-
-def test_classes_by_thresholds_are_named():
     def make(rng, rows):
         x = rng.uniform(0, 100, rows)
         return {"days": x, "label": np.digitize(x, [50, 65, 80, 90])}
 
     assert found(with_label(make), classes=tuple("edcba"))
+
+
+def test_what_is_no_news_or_within_the_limit_is_left_alone():
+    columns = with_label(LEAKS["threshold"])
+    assert not found(columns, champion=with_label(LEAKS["threshold"], 1))
+    other = {**with_label(LEAKS["threshold"], 1), "days": np.random.default_rng(2).random(ROWS)}
+    assert found(columns, champion=other)
+
+    def make(rng, rows):
+        x = rng.uniform(0, 30, rows)
+        return {"days": x, "label": ((x < 15) != (rng.random(rows) < 0.01)).astype(int)}
+
+    assert not found(with_label(make))
+    assert found(with_label(make), limits={"label_leakage": 0.97})
 
 
 def numbers(make, seed=0, rows=400):
@@ -183,12 +188,3 @@ def mostly_missing(rng, rows):
 def test_what_says_much_of_a_label_or_nothing_is_left_alone(make):
     for seed in range(0, 20, 4):
         assert not found(with_label(make, seed, 150 + 100 * seed))
-
-
-def test_the_limit_is_that_of_the_configuration():
-    def make(rng, rows):
-        x = rng.uniform(0, 30, rows)
-        return {"days": x, "label": ((x < 15) != (rng.random(rows) < 0.01)).astype(int)}
-
-    assert not found(with_label(make))
-    assert found(with_label(make), limits={"label_leakage": 0.97})

@@ -63,29 +63,24 @@ def test_the_unit_is_named(factor, offset, says):
     assert says in found.says
 
 
-def test_a_shift_is_no_unit():
+def test_chance_is_no_unit_no_new_category_and_no_copy():
     assert not list(values.unit(question(rows(1, x=heights(1, 9)), rows(2, x=heights(1)))))
 
-
-def test_rare_words_are_no_new_categories():
     def words(rng, size):
         return rng.zipf(1.5, size).astype("U")
 
     for seed in range(6):
         asked = question(rows(seed, word=words), rows(seed + 50, word=words))
         assert not list(values.new_values(asked))
+    for seed in range(4):
+        asked = question(answers(seed), answers(seed + 20))
+        assert not [*leaks.duplicates(asked), *leaks.leakage(asked)]
 
 
 def answers(seed, size=2000):
     rng = np.random.default_rng(seed)
     columns = {f"q{n}": rng.choice(["yes", "no", "?"], size) for n in range(4)}
     return profile(split_of({**columns, "label": (rng.random(size) < 0.5).astype(int)}))
-
-
-def test_equal_answers_of_a_questionnaire_are_neither_duplicates_nor_leakage():
-    for seed in range(4):
-        asked = question(answers(seed), answers(seed + 20))
-        assert not [*leaks.duplicates(asked), *leaks.leakage(asked)]
 
 
 def test_leakage_is_estimated_from_the_smallest_hashes():
@@ -135,7 +130,10 @@ def test_the_tests_of_two_samples_are_those_of_scipy():
     assert drift.absence_test(3, 100, 100) == pytest.approx(0.123, abs=0.01)
 
 
-def test_rare_values_are_one_value():
+def test_many_tests_are_corrected_and_rare_values_are_one():
+    assert drift.holm({"a": 0.004, "b": 0.03, "c": 0.9}, 0.05) == {"a"}
+    assert drift.holm({"a": 0.004, "b": 0.02, "c": 0.9}, 0.05) == {"a", "b"}
+    assert drift.holm({}, 0.05) == set()
     old = {"a": 500, "b": 480, **{f"x{n}": 1 for n in range(20)}}
     new = {"a": 490, "b": 490, **{f"y{n}": 1 for n in range(20)}}
     _, chance = drift.homogeneity(new, old)
@@ -144,12 +142,6 @@ def test_rare_values_are_one_value():
     moved, chance = drift.homogeneity({"a": 700, "b": 300}, {"a": 500, "b": 500})
     assert moved == pytest.approx(0.2)
     assert chance < 1e-10
-
-
-def test_many_tests_are_corrected():
-    assert drift.holm({"a": 0.004, "b": 0.03, "c": 0.9}, 0.05) == {"a"}
-    assert drift.holm({"a": 0.004, "b": 0.02, "c": 0.9}, 0.05) == {"a", "b"}
-    assert drift.holm({}, 0.05) == set()
 
 
 def ordinary(seed):

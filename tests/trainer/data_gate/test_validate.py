@@ -43,6 +43,8 @@ def test_a_rule_that_is_off_finds_nothing():
     assert "drift" not in rules_of(skewed, champion, rules={"drift": "off"})
     assert rules_of(skewed, champion, rules={"all": "off"}) == set()
     assert "drift" not in rules_of(skewed, champion, limits={"drift": 0.9})
+    config = Config.model_validate({"data": {"gate": {"rules": {"drift": False}}}})
+    assert config.data.gate.action("drift") == "off"
 
 
 def test_classes_are_compared_by_name():
@@ -90,11 +92,6 @@ def test_a_wrong_key_is_named(gate, says):
     assert says in str(refused.value)
 
 
-def test_off_in_yaml_is_a_word():
-    config = Config.model_validate({"data": {"gate": {"rules": {"drift": False}}}})
-    assert config.data.gate.action("drift") == "off"
-
-
 FACTS = {
     "decision": "accepted", "dataset": "file:///d", "examples": {"train": 7},
     "champion": {"version": 3, "dataset": "file:///c", "note": ""}, "findings": [],
@@ -136,7 +133,7 @@ def test_categories_and_numbers_have_labels():
     assert drawn_below[:5] == ["20", "40", "missing", "0", "mean"]
 
 
-def test_what_the_data_says_is_escaped():
+def test_the_page_is_escaped_and_bounded_and_draws_features_with_findings():
     columns = table(np.random.default_rng(0), 300)
     evil = "<script>alert(1)</script>"
     columns[evil] = np.full(300, evil)
@@ -144,9 +141,6 @@ def test_what_the_data_says_is_escaped():
     text = drawn(columns, findings=[finding])
     assert "<script" not in text
     assert "&lt;script&gt;" in text
-
-
-def test_a_page_of_many_features_is_bounded_and_draws_those_with_findings():
     columns = table(np.random.default_rng(0), 60, width=400)
     finding = {"rule": "drift", "feature": "x394", "split": "", "says": "moved", "action": "warn"}
     text = drawn(columns, findings=[finding] * 500)

@@ -106,11 +106,18 @@ def reached(sweep, trial, rung, value, main=None):
     return sweep.add_result(trial, rung, main)
 
 
-def test_the_objective_is_of_validation():
+def test_the_objective_is_a_metric_of_validation():
     assert make_objective(Config(), [], "", "") == Objective()
     assert make_objective(Config(), ["task.loss"], "", "") == Objective()
     assert make_objective(Config(), [], "validation_accuracy", "").better == "higher"
     assert make_objective(Config(), [], "mine", "lower").metric == "validation_mine"
+    metrics = {"validation_loss": 0.5, "validation_accuracy": 0.9, "loss": 0.1}
+    assert read_value(metrics, LOSS) == 0.5
+    assert read_value({"best_validation_loss": 0.4}, LOSS) == 0.4
+    with pytest.raises(
+        ConfigError, match="did not measure validation_auc: validation has accuracy, loss"
+    ):
+        read_value(metrics, Objective(metric="validation_auc", better="higher"))
 
 
 @pytest.mark.parametrize(
@@ -127,16 +134,6 @@ def test_the_objective_is_of_validation():
 def test_an_objective_that_compares_nothing_is_refused(tree, keys, metric, message):
     with pytest.raises(ConfigError, match=message):
         make_objective(parse_config(tree), keys, metric, "")
-
-
-def test_a_metric_that_is_absent_is_named_with_those_there_are():
-    metrics = {"validation_loss": 0.5, "validation_accuracy": 0.9, "loss": 0.1}
-    assert read_value(metrics, LOSS) == 0.5
-    assert read_value({"best_validation_loss": 0.4}, LOSS) == 0.4
-    with pytest.raises(
-        ConfigError, match="did not measure validation_auc: validation has accuracy, loss"
-    ):
-        read_value(metrics, Objective(metric="validation_auc", better="higher"))
 
 
 def trained():

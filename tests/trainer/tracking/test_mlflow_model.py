@@ -93,7 +93,7 @@ def test_the_environment_is_pinned(tmp_path, monkeypatch):
     assert "mlflow_version" not in model
 
 
-def test_arrays_of_one_shape_are_tensors_and_images_of_files_are_not(tmp_path):
+def test_arrays_of_one_shape_are_tensors_and_lists_are_arrays(tmp_path):
     pixels = entry("image", "", "uint8", shape=[2, 2, 1], stored="raw")
     outputs = (("logits", [2]), ("probabilities", [2]))
     for name, stored in (("raw", "raw"), ("file", "image")):
@@ -113,9 +113,6 @@ def test_arrays_of_one_shape_are_tensors_and_images_of_files_are_not(tmp_path):
             "prediction": "string", "probability": "float",
             "probabilities/cat": "float", "probabilities/dog": "float",
         }  # fmt: skip
-
-
-def test_a_list_is_an_array_and_its_length_is_optional(tmp_path):
     words = entry("words", "tensor", "string", shape=[None], stored="sequence")
     length = entry("words_length", "", "int64")
     outputs = (("probabilities", [None, 2]),)

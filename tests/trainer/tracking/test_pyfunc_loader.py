@@ -136,7 +136,7 @@ def test_a_missing_column_is_named(load):
         predictor.predict(pd.DataFrame({"a": ["x"]}))
 
 
-def test_lists_are_padded_and_their_lengths_counted(load):
+def test_lists_are_padded_and_arrays_taken_as_they_are(load):
     numbers = entry("n", "tensor", "int64", shape=[None], padding=-1, stored="sequence")
     words = entry("w", "tensor", "string", shape=[None], stored="sequence")
     length = entry("n_length", "", "int64")
@@ -147,6 +147,13 @@ def test_lists_are_padded_and_their_lengths_counted(load):
     assert given["n"].tolist() == [[1, 2], [3, -1]]
     assert given["n_length"].tolist() == [2, 1]
     assert given["w"].tolist() == [[b"a", b""], [b"b", b"c"]]
+    pixels = entry("image", "", "uint8", shape=[2, 2, 1], stored="raw")
+    predictor, asked = load(manifest(pixels), {"": "regression"}, prediction=[0.0, 0.0])
+    array = np.arange(8, dtype=np.uint8).reshape(2, 2, 2, 1)
+    predictor.predict(array)
+    predictor.predict({"image": array})
+    for given in asked.given:
+        np.testing.assert_array_equal(given["image"], array)
 
 
 def test_rows_are_answered_in_batches_and_keep_their_index(load, monkeypatch):
@@ -157,16 +164,6 @@ def test_rows_are_answered_in_batches_and_keep_their_index(load, monkeypatch):
     assert [len(each["a"]) for each in asked.given] == [2, 1]
     assert found["prediction"].to_dict() == {7: 0.5, 8: 1.5, 9: 0.5}
     assert predictor.predict(pd.DataFrame({"a": []})).empty
-
-
-def test_an_array_is_taken_as_it_is(load):
-    pixels = entry("image", "", "uint8", shape=[2, 2, 1], stored="raw")
-    predictor, asked = load(manifest(pixels), {"": "regression"}, prediction=[0.0, 0.0])
-    array = np.arange(8, dtype=np.uint8).reshape(2, 2, 2, 1)
-    predictor.predict(array)
-    predictor.predict({"image": array})
-    for given in asked.given:
-        np.testing.assert_array_equal(given["image"], array)
 
 
 @pytest.mark.parametrize("turned", [False, True])

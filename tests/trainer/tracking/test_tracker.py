@@ -72,7 +72,7 @@ def test_a_long_run_has_as_many_points_as_a_history_has_rows_and_the_last_one():
     assert losses[-1] == steps
 
 
-def test_the_metrics_of_the_test_split_stand_at_the_step_of_the_model():
+def test_the_metrics_of_the_test_split_and_the_tags():
     reader = Reader()
     train = StepEnd(step="train_model", status="done", metrics={"handed_on_step": 40})
     test = StepEnd(
@@ -81,9 +81,6 @@ def test_the_metrics_of_the_test_split_stand_at_the_step_of_the_model():
     )  # fmt: skip
     assert points(reader, train, test) == [("test_accuracy", 0.9, 40)]
     assert reader.read(test).tags == {"flotilla.evaluate_model.uri": "s3://e"}
-
-
-def test_a_decision_a_failure_and_restarts_are_tags():
     reader = Reader()
     gate = {"decision": "refused", "reasons": ["accuracy 0.1 is below 0.9", "loss"]}
     assert reader.read(StepEnd(step="check_gate", status="done", metrics=gate)).tags == {
@@ -295,7 +292,7 @@ def test_the_evaluator_never_ends_a_run(target, job):
     assert (target.names[0].ends, target.written.status) == (False, "")
 
 
-def test_where_the_command_line_follows_the_events_no_other_process_writes(
+def test_nothing_is_tracked_without_an_address_or_by_a_second_process(
     target, job, monkeypatch, tmp_path
 ):
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
@@ -303,9 +300,14 @@ def test_where_the_command_line_follows_the_events_no_other_process_writes(
     with tracker.following_training(job, leads=True), tracker.following_step():
         emit()
     assert target.names == []
+    monkeypatch.delenv(addresses.URI)
+    with tracker.following_training(job, leads=True), tracker.following_step():
+        emit()
+    tracker.LocalRun(job.config, "r", tmp_path / "none").end("blessed", "")
+    assert target.names == []
 
 
-def test_the_data_and_the_pages_of_a_run_are_sent(target, job, tmp_path):
+def test_data_and_pages_of_a_run_are_sent_or_left_for_the_next(target, job, tmp_path, monkeypatch):
     run = tracker.LocalRun(job.config, "r", tmp_path / "events.jsonl")
     for step, uri, output in (
         ("prepare_data", "s3://d", "dataset"),
@@ -320,9 +322,6 @@ def test_the_data_and_the_pages_of_a_run_are_sent(target, job, tmp_path):
         "data_page.html": "s3://v/page.html", "report.html": "s3://r/report.html",
     }  # fmt: skip
     assert not (tmp_path / tracker.UNSENT).exists()
-
-
-def test_what_a_run_could_not_send_is_left_for_the_next(target, job, tmp_path, monkeypatch):
     monkeypatch.setenv(addresses.URI, "http://user:secret@mlflow")
     target.faults = [ConnectionError()] * 9
     run = tracker.LocalRun(job.config, "r", tmp_path / "events.jsonl", parent="sweep-1")
@@ -333,14 +332,6 @@ def test_what_a_run_could_not_send_is_left_for_the_next(target, job, tmp_path, m
     assert "secret" not in (tmp_path / tracker.UNSENT).read_text()
     monkeypatch.setenv(addresses.URI, "http://other")
     assert tracker.Unsent.read(tmp_path) is None
-
-
-def test_without_an_address_nothing_is_tracked(target, job, monkeypatch, tmp_path):
-    monkeypatch.delenv(addresses.URI)
-    with tracker.following_training(job, leads=True), tracker.following_step():
-        emit()
-    tracker.LocalRun(job.config, "r", tmp_path / "none").end("blessed", "")
-    assert target.names == []
 
 
 def test_a_resumed_run_offers_what_the_tracker_may_have_missed(target, job, tmp_path):
