@@ -114,9 +114,11 @@ def collect(folder: Path) -> Collected:
             )
     _require_size(folder, collected.files)
     if not any(each.path.endswith(".py") for each in collected.files):
+        names = ", ".join(collected.modules_left_out)
+        left = f" except in {names} (left out by default)" if names else ""
         raise ConfigError(
-            f"--code {folder}: the folder has no module (*.py){_name_left_out(collected)}; give "
-            "the folder of your modules"
+            f"--code {folder}: the folder has no module (*.py){left}; give the folder of your "
+            "modules"
         )
     collected.files.sort(key=lambda each: each.path)
     return collected
@@ -130,11 +132,6 @@ def _require_folder(folder: Path) -> None:
         raise ConfigError(f"--code {str(folder)!r}: {reason}; give a folder") from None
     if not is_folder:
         raise ConfigError(f"--code {folder}: it is a file; give its folder")
-
-
-def _name_left_out(collected: Collected) -> str:
-    names = ", ".join(collected.modules_left_out)
-    return f" except in {names} (left out by default)" if names else ""
 
 
 def _rules(root: Path) -> Rules:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flotilla.trainer import events
@@ -145,13 +145,12 @@ def convert_to_work(progress: Progress) -> WorkProgress:
     )
 
 
+@dataclass
 class LogLines:
     """Formats events as lines of a log, and limits the rate of progress lines."""
 
-    def __init__(self) -> None:
-        """Start without an earlier line, so that the first progress is shown."""
-        self._progress_at = -LINE_SECONDS
-        self._work_at: dict[str, float] = {}
+    _progress_at: float = -LINE_SECONDS
+    _work_at: dict[str, float] = field(default_factory=dict)
 
     def take(self, event: Event) -> str:
         """Return the line of the next event, or an empty string."""
@@ -159,8 +158,7 @@ class LogLines:
             return self._progress(event)
         if isinstance(event, WorkProgress):
             return self._work(event)
-        wording = _LINES_OF_LOG.get(type(event))
-        return wording(event) if wording else format_event(event)
+        return _LINES_OF_LOG.get(type(event), format_event)(event)
 
     def _progress(self, event: Progress) -> str:
         # A clock that was set back must not suppress lines.
@@ -180,14 +178,13 @@ class LogLines:
         return work_line(event)
 
 
+@dataclass
 class TimeLeft:
     """An estimate of the time until training ends, from a smoothed speed."""
 
-    def __init__(self) -> None:
-        """Start without a speed."""
-        self._speed = 0.0
-        self._last: Progress | None = None
-        self._is_first = True
+    _speed: float = 0.0
+    _last: Progress | None = None
+    _is_first: bool = True
 
     def take(self, event: Progress) -> None:
         """Add an interval. The first one is ignored, because it includes tracing."""

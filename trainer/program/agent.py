@@ -227,10 +227,8 @@ class Agent:
                     return
                 self._publisher = Publisher(self._job, self._folders, held)
             if self._program.data == "files":
-                stage_dataset(
-                    self._job.config, self._cluster, self._task, self._job.dataset,
-                    self._folders.dataset,
-                )  # fmt: skip
+                where = self._folders.dataset
+                stage_dataset(self._job.config, self._cluster, self._task, self._job.dataset, where)
             end = self._begin(link)
             if not end:
                 opened.callback(self._begin_asking().stop)
@@ -240,7 +238,10 @@ class Agent:
     def _begin(self, link: Link) -> Message | None:
         ready = self._await_guard(link)
         if ready.get("ended") or ready.get("running"):
-            self._go_on()
+            # An earlier agent of this task started this program.
+            if self._publisher:
+                self._publisher.resume()
+                self._make_metrics(self._publisher).restore(self._folders.exchange)
             self._pid = int(ready["pid"])
             return dict(ready["ended"]) if ready.get("ended") else None
         attempt = self._prepare(link)
@@ -254,25 +255,19 @@ class Agent:
         return None
 
     def _await_guard(self, link: Link) -> Message:
-        while True:
-            message = self._receive(link, None) or {}
-            if message["is"] == "ready":
-                self._is_ready = True
-                return message
-            if message["is"] == "gone" and self._is_local:
-                raise ClusterLostError("the guard process exited before it started the program")
+        while (message := self._wait(link, None))["is"] != "ready":
+            pass
+        self._is_ready = True
+        return message
 
-    def _wait(self, link: Link, seconds: float) -> None:
-        message = self._receive(link, seconds)
-        if message and message["is"] == "gone" and self._is_local:
-            raise ClusterLostError("the guard process exited before it started the program")
-
-    def _receive(self, link: Link, seconds: float | None) -> Message | None:
-        message = link.receive(seconds)
-        if message and message["is"] == "signal":
+    def _wait(self, link: Link, seconds: float | None) -> Message:
+        message = link.receive(seconds) or {"is": ""}
+        if message["is"] == "signal":
             self._on_signal(int(message["number"]))
         if self._stopping.is_set() or self._refuses:
             raise RunInterruptedError(f"{self._begun_by()}interrupted before training began")
+        if message["is"] == "gone" and self._is_local:
+            raise ClusterLostError("the guard process exited before it started the program")
         return message
 
     def _prepare(self, link: Link) -> int:
@@ -282,15 +277,19 @@ class Agent:
         workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
         others = [each for each in workers if topology.leads(each) and each != workers[0]]
         together = self._task in workers and bool(others)
+
+        def wait(seconds: float) -> None:
+            self._wait(link, seconds)
+
         if self._publisher or (together and self._task in others):
             self._attempts = Attempts(self._job, self._task, others if together else [])
         if self._publisher and self._attempts:
             uri = self._publisher.begin(self._steps_of_last_attempt())
-            self._make_metrics()
-            self._begin_events()
-            return self._attempts.lead(uri, lambda seconds: self._wait(link, seconds)).number
+            step, steps = self._publisher.step, self._make_metrics(self._publisher).steps
+            events.emit(events.AttemptBegin(global_step=step, steps=steps, resumed=step > 0))
+            return self._attempts.lead(uri, wait).number
         if self._attempts:
-            found = self._attempts.join(lambda seconds: self._wait(link, seconds))
+            found = self._attempts.join(wait)
             fill(self._folders, found.checkpoint)
             return found.number
         if self._task.role != "ps":
@@ -298,35 +297,18 @@ class Agent:
             fill(self._folders, self._filled)
         return 1
 
-    def _go_on(self) -> None:
-        """Take over a running program that an earlier agent of this task started."""
-        if self._publisher:
-            self._publisher.resume()
-        self._make_metrics()
-        if self._metrics:
-            self._metrics.restore(self._folders.exchange)
-
     def _steps_of_last_attempt(self) -> Metrics:
         found = Metrics(History(self._job.checkpoints, start=0), 0, 0)
         found.restore(self._folders.exchange)
         return found
 
-    def _make_metrics(self) -> None:
-        if self._publisher:
-            start = self._publisher.step
-            history = History(self._job.checkpoints, start=start, file=self._publisher.history)
-            asked = any("{steps}" in word for word in self._program.command)
-            steps = self._job.config.training.steps if asked else 0
-            self._metrics = Metrics(history, steps, start)
-            self._file.skip()
-
-    def _begin_events(self) -> None:
-        if self._publisher and self._metrics:
-            step = self._publisher.step
-            begin = events.AttemptBegin(
-                global_step=step, steps=self._metrics.steps, resumed=step > 0
-            )
-            events.emit(begin)
+    def _make_metrics(self, publisher: Publisher) -> Metrics:
+        start = publisher.step
+        history = History(self._job.checkpoints, start=start, file=publisher.history)
+        asked = any("{steps}" in word for word in self._program.command)
+        self._metrics = Metrics(history, self._job.config.training.steps if asked else 0, start)
+        self._file.skip()
+        return self._metrics
 
     def _follow(self, link: Link) -> Message:
         is_asked = False

@@ -139,15 +139,9 @@ class Output:
     def take(self, data: bytes) -> list[str]:
         """Relay bytes, and return the complete lines that report a step."""
         self._pass_on(data)
-        *lines, rest = data.split(b"\n")
-        found = []
-        for line in lines:
-            text = self._end_line(self._line + line)
-            self._line = b""
-            if text:
-                found.append(text)
-        self._line = (self._line + rest)[:LONGEST_LINE]
-        return found
+        *lines, rest = (self._line + data).split(b"\n")
+        self._line = rest[:LONGEST_LINE]
+        return [text for text in map(self._end_line, lines) if text]
 
     def finish(self) -> None:
         """Process a last line that does not end with a newline."""

@@ -20,9 +20,8 @@ from pathlib import Path
 
 from flotilla.trainer.runtime.errors import UserError
 
-TENSORFLOW, KERAS, ORBAX, SAVED_MODEL, MARKER = LAYOUTS = (
-    "tensorflow", "keras", "orbax", "saved_model", "marker",
-)  # fmt: skip
+TENSORFLOW, KERAS, ORBAX = "tensorflow", "keras", "orbax"
+SAVED_MODEL, MARKER = "saved_model", "marker"
 #: The name of TensorFlow's checkpoint state file, which names the newest checkpoint.
 STATE = "checkpoint"
 _KERAS = (".keras", ".h5", ".hdf5")

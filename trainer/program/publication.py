@@ -104,11 +104,6 @@ def _name(step: int, count: int = 1) -> str:
     return f"step-{step:08d}" if count == 1 else f"step-{step:08d}-{count}"
 
 
-def _count_of(name: str) -> int:
-    found = _LATER.fullmatch(name)
-    return int(found[1]) if found else 1
-
-
 class Publisher:
     """Publishes the checkpoints and the model of the leading task's program."""
 
@@ -249,8 +244,9 @@ class Publisher:
 
     def _name_next(self, step: int, earlier: Collection[str]) -> str:
         """Return a new URI, so that earlier checkpoints of this step are kept until publication."""
-        counts = [_count_of(storage.name_of(each)) for each in earlier]
-        return storage.join(self._job.checkpoints, _name(step, 1 + max(counts, default=0)))
+        later = [_LATER.fullmatch(storage.name_of(each)) for each in earlier]
+        count = 1 + max((int(found[1]) if found else 1 for found in later), default=0)
+        return storage.join(self._job.checkpoints, _name(step, count))
 
     def _discard(self, uri: str, *, is_whole: bool, is_last: bool) -> None:
         if is_whole:

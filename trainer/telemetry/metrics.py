@@ -84,6 +84,7 @@ _GAUGES = {
 }
 
 
+_OF_PROGRESS = ("loss", "steps_per_second", "learning_rate", "epoch")
 # Metrics that a user's program may leave out. 0 or -1 means that it does not report them.
 _SAID = ("global_step_target", "loss", "remaining_seconds", "learning_rate", "epoch")
 
@@ -176,14 +177,10 @@ class RunMetrics(Collector):
             values |= {"global_step": state.global_step, "progress_timestamp_seconds": state.moved}
         if progress := state.newest(Progress):
             workers = progress.metrics.get("workers") or {}
+            values |= {name: getattr(progress, name) for name in _OF_PROGRESS}
             values |= {
-                "loss": progress.loss,
-                "steps_per_second": progress.steps_per_second,
-                "learning_rate": progress.learning_rate,
-                "remaining_seconds": progress.seconds_left,
-                "training_seconds": progress.seconds,
-                "epoch": progress.epoch,
-            }
+                "remaining_seconds": progress.seconds_left, "training_seconds": progress.seconds,
+            }  # fmt: skip
             if self._is_program:
                 values["global_step_target"] = progress.steps
             if workers:

@@ -312,8 +312,14 @@ def find_dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
 
 def _readings(config: Config, sample: DatasetSpec) -> Iterator[DatasetSpec]:
     """Yield possible datasets that begin with these rows. Their labels may have more classes."""
-    # Drop moments and counts, because a few rows do not represent the dataset.
-    sample = replace(sample, target_moments={}, target_counts=_drop_class_counts(sample))
+    # Drop moments and counts, because a few rows do not represent the dataset. Keep the counts of
+    # integer labels without class names: they give the number of classes.
+    counts = {
+        name: each
+        for name, each in sample.target_counts.items()
+        if not sample.features[name].num_classes
+    }
+    sample = replace(sample, target_moments={}, target_counts=counts)
     for least in (TWO, TWO + 1):
         yield _add_classes(config, sample, least)
     if width := _width(config, _add_classes(config, sample, TWO)):
@@ -339,12 +345,6 @@ def _is_number(text: str) -> bool:
     with suppress(ValueError):
         return math.isfinite(float(text))
     return False
-
-
-def _drop_class_counts(sample: DatasetSpec) -> dict[str, Any]:
-    # Keep the counts of integer labels without class names: they give the number of classes.
-    counts = sample.target_counts
-    return {name: each for name, each in counts.items() if not sample.features[name].num_classes}
 
 
 def _add_classes(config: Config, sample: DatasetSpec, least: int) -> DatasetSpec:
@@ -430,8 +430,9 @@ def _try_out(
                 more = make_batch(dataset, folder, uri, MORE_EXAMPLES)
                 _require_step(config.training, model, objective, more)
         subject = Subject(model=model, task=objective.task, spec=dataset)
-        (batch,) = batches
-        calibration = {name: _get_inputs(dataset, batch)[name].numpy() for name in dataset.inputs}
+        ((given, *_),) = batches
+        inputs = given if isinstance(given, Mapping) else {dataset.inputs[0]: given}
+        calibration = {name: inputs[name].numpy() for name in dataset.inputs}
         # Skip built-in models and tasks, which can always be served and read back.
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(is_built_in, parts))
@@ -442,10 +443,6 @@ def _try_out(
             if (own and small) or form.startswith("tflite"):
                 path = folder / format_path(form, config.name, 0)
                 parity.check_form(form, subject, path, calibration)
-
-
-def _get_inputs(spec: DatasetSpec, batch: Any) -> dict[str, tf.Tensor]:
-    return dict(batch[0]) if isinstance(batch[0], Mapping) else {spec.inputs[0]: batch[0]}
 
 
 def describe_feature(feature: FeatureSpec) -> str:

@@ -42,7 +42,9 @@ def watch(job: Job) -> None:
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()
-    files = _log_files(job)
+    logs = storage.join(job.checkpoints, "logs")
+    # Write the files of TensorBoard to their final folder if it is local.
+    files = LogFiles(storage.local_path(logs) or job.workdir / "scratch" / "logs", logs)
     board = TensorBoardLog(files.folder, job.run_id)
     pause = threading.Event()
     while True:
@@ -84,12 +86,6 @@ def evaluate_checkpoint(measure: Measure, uri: str, scratch: Path) -> dict[str, 
         return metrics
     log.warning("skipped %s, because its metrics are not all finite: %s", uri, metrics)
     return {}
-
-
-def _log_files(job: Job) -> LogFiles:
-    """Return TensorBoard's files, in their final folder if that is local."""
-    uri = storage.join(job.checkpoints, "logs")
-    return LogFiles(storage.local_path(uri) or job.workdir / "scratch" / "logs", uri)
 
 
 def _measure(job: Job) -> Measure:

@@ -1,7 +1,5 @@
 """Tests the check of a configuration: first its source, then a trial of its model."""
 
-from pathlib import Path
-
 import pytest
 
 from flotilla.trainer.cluster import fitting
@@ -16,14 +14,14 @@ from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserErr
 @pytest.fixture
 def tried(monkeypatch):
     """Replace the trial of the model; return the configurations that it was called with."""
-    found: list[Config] = []
+    found = []
     monkeypatch.setattr(
         fitting, "try_fit", lambda config, *_, **__: found.append(config) or {"task": "ranking"}
     )
     return found
 
 
-def configured(folder: Path, **keys: object) -> Config:
+def configured(folder, **keys):
     (folder / "t.csv").write_text("age,town,label\n" + "1,Rome,yes\n2,Oslo,no\n" * 20)
     data = DataConfig.model_validate({"source": str(folder / "t.csv"), **keys})
     return Config(data=data)

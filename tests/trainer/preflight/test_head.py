@@ -1,7 +1,6 @@
 """Tests that the head of a large file ends with a whole row, and that messages name the file."""
 
 import gzip
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(head, "_HEAD", 4000)
 
 
-def copied(source: Path, scratch: Path) -> Path:
+def copied(source, scratch):
     config = DataConfig(source=str(source))
     few = few_files(config, listing.list_source(config), scratch)
     assert few.is_part

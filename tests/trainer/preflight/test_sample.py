@@ -1,7 +1,6 @@
 """Tests the first rows of a source as a dataset: which findings are certain and which are not."""
 
 import json
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +18,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 MANY = 3 * sample.ROWS
 
 
-def table(rows: int, *, odd: str = "", at: int = -1) -> dict[str, list[str | int]]:
+def table(rows, *, odd="", at=-1):
     """Return columns whose label has an additional class after the first rows."""
     return {
         "age": [odd if row == at else row % 80 for row in range(rows)],
@@ -30,7 +29,7 @@ def table(rows: int, *, odd: str = "", at: int = -1) -> dict[str, list[str | int
     }
 
 
-def csv(folder: Path, columns: dict[str, list[str | int]], name: str = "t.csv") -> str:
+def csv(folder, columns, name="t.csv"):
     lines = [
         ",".join(columns),
         *(",".join(map(str, row)) for row in zip(*columns.values(), strict=True)),
@@ -39,13 +38,13 @@ def csv(folder: Path, columns: dict[str, list[str | int]], name: str = "t.csv") 
     return str(folder / name)
 
 
-def of(folder: Path, source: str, **keys: object) -> sample.Sample:
+def of(folder, source, **keys):
     scratch = folder / "scratch"
     scratch.mkdir()
     return publish_sample(DataConfig.model_validate({"source": source, **keys}), scratch)
 
 
-def spec_of(found: sample.Sample) -> DatasetSpec:
+def spec_of(found):
     return DatasetSpec.from_manifest(storage.read_manifest(found.uri))
 
 
@@ -80,7 +79,7 @@ def test_of_a_large_table_the_first_rows_are_read(tmp_path, monkeypatch, form):
     assert spec.features["label"].labels == ("no", "yes")
 
 
-def write_examples(path: Path, rows: list[dict[str, str | int]]) -> None:
+def write_examples(path, rows):
     with tf.io.TFRecordWriter(str(path)) as writer:
         for row in rows:
             record = tf.train.Example()

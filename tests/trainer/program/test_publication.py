@@ -80,7 +80,7 @@ def test_the_last_one_is_published_again_if_its_step_was_reported_late(job, fold
 def test_a_step_that_is_reported_while_the_folder_is_searched_counts(job, folders, monkeypatch):
     agent = Agent(job, Cluster(addresses={"chief": ("a:1",)}), Task(role="chief", index=0))
     agent._publisher = publisher_of(job, folders)
-    agent._make_metrics()
+    agent._make_metrics(agent._publisher)
     folders.metrics.write_text('{"step": 0}\n')
 
     def report_and_find(*args, find=layouts.find_newest):

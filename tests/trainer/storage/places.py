@@ -1,103 +1,77 @@
 """Storage locations, one per URI scheme, with direct access that bypasses the storage API."""
 
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Protocol
-
-import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.storage.uri import locate
-from tests.stores.faults import Plan
 from tests.stores.fixtures import bucket_name
-from tests.stores.gcs_server import GcsServer
-from tests.stores.s3_server import S3Server
 
 AWKWARD = "the röot #1 100%25 ?x"
 
 
-class Place(Protocol):
-    """Reads and changes stored files without the checks of the storage API."""
-
-    root: str
-
-    def get(self, uri: str) -> bytes:
-        """Return the content of a file."""
-
-    def put(self, uri: str, data: bytes) -> None:
-        """Create or replace a file."""
-
-    def remove(self, uri: str) -> None:
-        """Remove a file."""
-
-    def content(self, uri: str) -> dict[str, bytes]:
-        """Return all files below a URI by relative path, including hidden ones."""
-
-
-def path_of(uri: str) -> Path:
+def path_of(uri):
     path = storage.local_path(uri)
     assert path is not None
     return path
 
 
-def content(folder: Path) -> dict[str, bytes]:
+def content(folder):
     """Return the contents of all files below a folder, including hidden ones."""
     paths = (path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 class FilePlace:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.root = storage.uri_of(folder / AWKWARD)
 
-    def get(self, uri: str) -> bytes:
+    def get(self, uri):
         return path_of(uri).read_bytes()
 
-    def put(self, uri: str, data: bytes) -> None:
+    def put(self, uri, data):
         path_of(uri).parent.mkdir(parents=True, exist_ok=True)
         path_of(uri).write_bytes(data)
 
-    def remove(self, uri: str) -> None:
+    def remove(self, uri):
         path_of(uri).unlink()
 
-    def content(self, uri: str) -> dict[str, bytes]:
+    def content(self, uri):
         return content(path_of(uri))
 
 
 class BucketPlace:
-    def __init__(self, server: GcsServer | S3Server, root: str) -> None:
+    def __init__(self, server, root):
         self.root = storage.join(root, AWKWARD)
         self.server = server
         self._bucket = locate(root).bucket
         server.create_bucket(self._bucket)
 
     @property
-    def plan(self) -> Plan:
+    def plan(self):
         return self.server.plan
 
-    def get(self, uri: str) -> bytes:
+    def get(self, uri):
         return self.server.content(self._bucket, locate(uri).key)
 
-    def put(self, uri: str, data: bytes) -> None:
+    def put(self, uri, data):
         self.server.replace(self._bucket, locate(uri).key, data)
 
-    def remove(self, uri: str) -> None:
+    def remove(self, uri):
         self.server.remove(self._bucket, locate(uri).key)
 
-    def content(self, uri: str) -> dict[str, bytes]:
+    def content(self, uri):
         prefix = locate(uri).key + "/"
         keys = [key for key in self.server.keys(self._bucket) if key.startswith(prefix)]
         return {key.removeprefix(prefix): self.server.content(self._bucket, key) for key in keys}
 
 
-def fill(place: Place, uri: str, files: Mapping[str, bytes]) -> None:
+def fill(place, uri, files):
     """Write files below a URI, as a killed writer would leave them."""
     for path, data in files.items():
         place.put(storage.join(uri, path), data)
 
 
-def fetched(uri: str, folder: Path) -> dict[str, bytes]:
+def fetched(uri, folder):
     """Return the files that a reader fetches from a published directory."""
     target = folder / "fetched"
     storage.fetch(uri, target)
@@ -106,7 +80,7 @@ def fetched(uri: str, folder: Path) -> dict[str, bytes]:
     return found
 
 
-def place_of(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+def place_of(request, tmp_path):
     """Return a location with the URI scheme that is the parameter of a fixture."""
     scheme = request.param
     if scheme == "file":

@@ -2,8 +2,6 @@
 
 import os
 import threading
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from botocore import exceptions as boto
@@ -14,20 +12,16 @@ from flotilla.trainer.storage import gcs, object_store, retry, s3
 from flotilla.trainer.storage.errors import StoreUnavailable
 from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, list_pages
 from flotilla.trainer.storage.uri import Endpoint, find_endpoint, locate
-from tests.clocks import Clock
 from tests.stores.fixtures import bucket_name
 
-from .conftest import Make
 from .places import BucketPlace
 
 
-def transient(error: BaseException) -> bool:
+def transient(error):
     return isinstance(error, TimeoutError)
 
 
-def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(monkeypatch):
     monkeypatch.setenv(retry.VARIABLE, "0.1")
     monkeypatch.setattr(retry, "LEAST_SECONDS", 0.05)
     free, asked = threading.Event(), retry.Retry()
@@ -36,15 +30,15 @@ def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(
     free.set()
 
 
-def test_an_error_of_the_request_is_raised_as_it_is() -> None:
-    def refuse() -> None:
+def test_an_error_of_the_request_is_raised_as_it_is():
+    def refuse():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
         retry.Retry().within_deadline(refuse)
 
 
-def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
+def test_a_byte_now_and_then_is_no_progress(clock):
     asked = retry.Retry()
     for _ in range(10):
         clock.passed += 60
@@ -55,13 +49,13 @@ def test_a_byte_now_and_then_is_no_progress(clock: Clock) -> None:
 
 
 @pytest.mark.parametrize("tokens", [["a", "a"], ["a", "b", "a"]])
-def test_a_listing_whose_token_comes_again_ends(tokens: list[str]) -> None:
+def test_a_listing_whose_token_comes_again_ends(tokens):
     left = iter(tokens)
     with pytest.raises(DamagedInTransitError, match="does not end"):
         list(list_pages(lambda _: (["entry"], next(left))))
 
 
-def test_a_listing_of_empty_pages_ends() -> None:
+def test_a_listing_of_empty_pages_ends():
     count = iter(range(10**6))
     with pytest.raises(DamagedInTransitError, match="does not end"):
         list(list_pages(lambda _: ([], f"token {next(count)}")))
@@ -74,19 +68,19 @@ class Repeating:
     prefixes: tuple[str, ...] = ()
     next_page_token = "again"
 
-    def __getattr__(self, _operation: str) -> Any:
+    def __getattr__(self, _operation):
         return lambda **_: {"IsTruncated": True, "NextContinuationToken": "again"}
 
-    def list_blobs(self, *_: object, **__: object) -> Any:
+    def list_blobs(self, *_, **__):
         return self
 
     @property
-    def pages(self) -> Iterator[Any]:
+    def pages(self):
         return iter(())
 
 
 @pytest.mark.parametrize("kind", [s3.S3Bucket, gcs.GcsBucket])
-def test_neither_store_lists_for_ever(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neither_store_lists_for_ever(kind, monkeypatch):
     monkeypatch.setattr(kind, "_client", Repeating())
     made = kind("b", *([Endpoint()] if kind is s3.S3Bucket else []), lambda request: request())
     for listed in (made.walk, made.names):
@@ -94,19 +88,17 @@ def test_neither_store_lists_for_ever(kind: Any, monkeypatch: pytest.MonkeyPatch
             list(listed("a/"))
 
 
-def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
-    make: Make, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_uploads_that_our_writer_has_marked_are_aborted(make, request, monkeypatch):
     place = BucketPlace(request.getfixturevalue("s3"), f"s3://{bucket_name()}/team")
     uri, bucket = storage.join(place.root, "model"), locate(place.root).bucket
     client = s3.client(os.getpid(), find_endpoint(locate(uri)))
     foreign = locate(storage.join(place.root, "other-tool", "backup.tar")).key
     client.create_multipart_upload(Bucket=bucket, Key=foreign)
 
-    def killed(*_: object) -> None:
+    def killed(*_):
         raise boto.ClientError({}, "abort")
 
-    def changed(*_: object) -> None:
+    def changed(*_):
         raise ChangedError
 
     source = make(files={"large": bytes((8 << 20) + 1)})
@@ -116,7 +108,7 @@ def test_only_the_uploads_that_our_writer_has_marked_are_aborted(
         with pytest.raises(UserError):
             storage.publish(source, uri, kind="x")
 
-    def uploads() -> list[str]:
+    def uploads():
         found = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
         return [each["Key"] for each in found]
 

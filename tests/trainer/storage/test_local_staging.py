@@ -2,18 +2,15 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import is_staging, locked, staging
-from tests.clocks import Clock
 
-from .conftest import Make, left_over, start
+from .conftest import left_over, start
 
 HOLD = """
 import sys
@@ -26,7 +23,7 @@ with staging(Path(sys.argv[1]), "held") as stage:
 """
 
 
-def test_it_is_hidden_and_gone_at_the_end(tmp_path: Path) -> None:
+def test_it_is_hidden_and_gone_at_the_end(tmp_path):
     with staging(tmp_path / "new", "näme") as stage:
         assert stage.parent == tmp_path / "new"
         assert stage.name.startswith(".näme.")
@@ -35,8 +32,8 @@ def test_it_is_hidden_and_gone_at_the_end(tmp_path: Path) -> None:
     assert list((tmp_path / "new").iterdir()) == []
 
 
-def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
-    def fail() -> None:
+def test_it_is_gone_after_an_error_too(tmp_path):
+    def fail():
         with staging(tmp_path, "a"):
             raise ZeroDivisionError
 
@@ -45,24 +42,22 @@ def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_renamed_stays(tmp_path: Path) -> None:
+def test_what_was_renamed_stays(tmp_path):
     with staging(tmp_path, "a") as stage:
         os.rename(stage, tmp_path / "a")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 @pytest.mark.parametrize("name", ["a", ".a.part", ".a.0123.part", "a.0123456789ab.part", ".git"])
-def test_other_names_are_not_ours(name: str, tmp_path: Path) -> None:
+def test_other_names_are_not_ours(name, tmp_path):
     (tmp_path / name).mkdir()
     with staging(tmp_path, "x"):
         pass
     assert (tmp_path / name).is_dir()
 
 
-def test_a_dead_makers_folder_is_cleared_away_and_a_living_ones_is_not(tmp_path: Path) -> None:
+def test_a_dead_makers_folder_is_cleared_away_and_a_living_ones_is_not(tmp_path):
     process = start(HOLD, str(tmp_path))
-    assert process.stdin
-    assert process.stdout
     held = Path(process.stdout.readline().rstrip("\n"))
     with staging(tmp_path, "mine") as mine, staging(tmp_path, "held"):
         assert (held / "half").exists()
@@ -74,7 +69,7 @@ def test_a_dead_makers_folder_is_cleared_away_and_a_living_ones_is_not(tmp_path:
         assert not held.exists()
 
 
-def test_a_file_or_link_of_that_name_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_or_link_of_that_name_is_left_alone(tmp_path):
     (tmp_path / "kept").mkdir()
     (tmp_path / ".a.0123456789ab.part").write_bytes(b"")
     (tmp_path / ".b.0123456789ab.part").symlink_to(tmp_path / "kept")
@@ -83,13 +78,11 @@ def test_a_file_or_link_of_that_name_is_left_alone(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
     real = os.open
-    swept: list[Path] = []
+    swept = []
 
-    def sweep_first(path: Path, flags: int) -> int:
+    def sweep_first(path, flags):
         if len(swept) < 2 and is_staging(Path(path).name):
             swept.append(path)
             if len(swept) == 1:
@@ -107,11 +100,11 @@ def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
     assert len(swept) == 2
 
 
-def test_a_lock_keeps_others_out_until_it_ends(tmp_path: Path) -> None:
-    order: list[str] = []
+def test_a_lock_keeps_others_out_until_it_ends(tmp_path):
+    order = []
     waiting = threading.Event()
 
-    def wait() -> None:
+    def wait():
         waiting.set()
         with locked(tmp_path):
             order.append("second")
@@ -125,7 +118,7 @@ def test_a_lock_keeps_others_out_until_it_ends(tmp_path: Path) -> None:
     assert order == ["first", "second"]
 
 
-def test_a_lock_ends_with_its_holder_although_a_child_has_its_descriptor(tmp_path: Path) -> None:
+def test_a_lock_ends_with_its_holder_although_a_child_has_its_descriptor(tmp_path):
     with locked(tmp_path):
         descriptor = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -133,10 +126,8 @@ def test_a_lock_ends_with_its_holder_although_a_child_has_its_descriptor(tmp_pat
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF, errno.ENOTSUP])
-def test_a_file_system_without_locks_will_do(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
-    def fail(*_: object) -> None:
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
+    def fail(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
@@ -146,10 +137,8 @@ def test_a_file_system_without_locks_will_do(
     assert [path.name for path in left_over(tmp_path)] == [".dead.0123456789ab.part"]
 
 
-def test_another_error_of_a_lock_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
+def test_another_error_of_a_lock_is_an_error(tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", fail)
@@ -158,7 +147,7 @@ def test_another_error_of_a_lock_is_an_error(
 
 
 @pytest.fixture
-def stranger(tmp_path: Path) -> Iterator[Path]:
+def stranger(tmp_path):
     """Return a folder that a user with only read permission has locked."""
     folder = tmp_path / "runs"
     folder.mkdir()
@@ -168,7 +157,7 @@ def stranger(tmp_path: Path) -> Iterator[Path]:
     os.close(descriptor)
 
 
-def test_publishing_asks_for_no_lock_that_a_stranger_may_have(stranger: Path, make: Make) -> None:
+def test_publishing_asks_for_no_lock_that_a_stranger_may_have(stranger, make):
     uri = storage.uri_of(stranger / "new")
     storage.publish(make(), uri, kind="x")
     storage.write_bytes(storage.uri_of(stranger / "file"), b"1")
@@ -176,9 +165,7 @@ def test_publishing_asks_for_no_lock_that_a_stranger_may_have(stranger: Path, ma
     assert left_over(stranger) == []
 
 
-def test_the_lock_of_a_stranger_is_waited_for_with_words_and_an_end(
-    stranger: Path, make: Make, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_lock_of_a_stranger_is_waited_for_with_words_and_an_end(stranger, make, clock, caplog):
     uri = storage.uri_of(stranger / "new")
     (stranger / "new").mkdir()
     (stranger / "new" / "unpublished").touch()
@@ -195,13 +182,11 @@ def test_the_lock_of_a_stranger_is_waited_for_with_words_and_an_end(
     assert left_over(stranger) == []
 
 
-def test_a_stage_that_a_stranger_has_locked_is_left_for_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real: Any = os.open
-    strangers: list[int] = []
+def test_a_stage_that_a_stranger_has_locked_is_left_for_another(tmp_path, monkeypatch):
+    real = os.open
+    strangers = []
 
-    def lock_first(path: Path, flags: int) -> Any:
+    def lock_first(path, flags):
         if is_staging(Path(path).name) and not strangers:
             strangers.append(real(path, flags))
             fcntl.flock(strangers[0], fcntl.LOCK_EX)
@@ -213,13 +198,11 @@ def test_a_stage_that_a_stranger_has_locked_is_left_for_another(
     os.close(strangers[0])
 
 
-def test_a_removal_deletes_after_it_has_unlocked_the_parent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_removal_deletes_after_it_has_unlocked_the_parent(tmp_path, monkeypatch):
     (tmp_path / "a").mkdir()
     deleted = []
 
-    def delete(path: Path, **_: Any) -> None:
+    def delete(path, **_):
         descriptor = os.open(tmp_path, os.O_RDONLY)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.close(descriptor)

@@ -1,7 +1,6 @@
 import json
 from dataclasses import replace
 from datetime import UTC, datetime
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +34,7 @@ _manifest = st.builds(
 )
 
 
-def tree(**changes: Any) -> str:
+def tree(**changes):
     good = json.loads(Manifest("dataset", (ENTRY,), {"examples": 3}).to_json())
     merged = {**good, **changes}
     return json.dumps({name: value for name, value in merged.items() if value is not None})
@@ -43,7 +42,7 @@ def tree(**changes: Any) -> str:
 
 @settings(max_examples=30)
 @given(_manifest)
-def test_it_reads_what_it_wrote(manifest: Manifest) -> None:
+def test_it_reads_what_it_wrote(manifest):
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
     assert again.same_content(manifest)
@@ -53,38 +52,36 @@ def test_it_reads_what_it_wrote(manifest: Manifest) -> None:
 
 @settings(max_examples=30)
 @given(_manifest, _manifest)
-def test_same_content_means_the_same_json_but_for_the_time(one: Manifest, two: Manifest) -> None:
-    def timeless(manifest: Manifest) -> Any:
+def test_same_content_means_the_same_json_but_for_the_time(one, two):
+    def timeless(manifest):
         return json.loads(manifest.to_json()) | {"created": ""}
 
     assert one.same_content(two) == (timeless(one) == timeless(two))
 
 
 @given(st.binary(max_size=200))
-def test_whatever_bytes_are_read_end_in_an_error_that_names_them(data: bytes) -> None:
+def test_whatever_bytes_are_read_end_in_an_error_that_names_them(data):
     with pytest.raises(Corrupt, match=r"^here is damaged \(.*\): delete it and create it again$"):
         Manifest.from_json(data, where="here")
 
 
 @settings(max_examples=30)
 @given(_json)
-def test_whatever_json_is_read_ends_in_an_error(value: Any) -> None:
+def test_whatever_json_is_read_ends_in_an_error(value):
     with pytest.raises((Corrupt, UnknownSchema)):
         Manifest.from_json(json.dumps(value))
 
 
 @settings(max_examples=30)
 @given(_manifest, st.data())
-def test_a_torn_manifest_is_never_taken_for_a_whole_one(
-    manifest: Manifest, data: st.DataObject
-) -> None:
+def test_a_torn_manifest_is_never_taken_for_a_whole_one(manifest, data):
     whole = manifest.to_json()
     end = data.draw(st.integers(0, len(whole) - 3))
     with pytest.raises(Corrupt):
         Manifest.from_json(whole[:end])
 
 
-def test_the_layout() -> None:
+def test_the_layout():
     manifest = Manifest("dataset", (FileEntry("z", 2, "0000000a"), ENTRY), {"examples": 3})
     written = json.loads(manifest.to_json())
     assert written == {
@@ -101,20 +98,20 @@ def test_the_layout() -> None:
     assert manifest.total_bytes == 3
 
 
-def test_created_is_now_in_utc() -> None:
+def test_created_is_now_in_utc():
     before = datetime.now(UTC).replace(microsecond=0)
     created = Manifest("dataset").created
     assert created.endswith("Z")
     assert before <= datetime.fromisoformat(created) <= datetime.now(UTC)
 
 
-def test_tuples_are_the_lists_that_they_become() -> None:
+def test_tuples_are_the_lists_that_they_become():
     one = Manifest("a", (), {"shape": (8, 8), "by": {1: "x"}})
     assert one.fields == {"shape": [8, 8], "by": {"1": "x"}}
     assert one.same_content(Manifest.from_json(one.to_json()))
 
 
-def test_what_differs_is_not_the_same() -> None:
+def test_what_differs_is_not_the_same():
     base = Manifest("a", (ENTRY,), {"x": 1})
     others = [
         Manifest("b", (ENTRY,), {"x": 1}),
@@ -132,7 +129,7 @@ def test_what_differs_is_not_the_same() -> None:
     ["", "/etc/passwd", "..", "../x", "a/../../x", "a/./b", ".", "a//b", "a/", "a\0b",
      "MANIFEST.json", None, 3],
 )  # fmt: skip
-def test_a_path_that_leads_out_is_refused(path: Any) -> None:
+def test_a_path_that_leads_out_is_refused(path):
     with pytest.raises(ValueError, match="is not a path below the directory"):
         FileEntry(path, 1, "00000000")
     text = tree(files=[{"path": path, "bytes": 1, "crc32c": "00000000"}])
@@ -141,7 +138,7 @@ def test_a_path_that_leads_out_is_refused(path: Any) -> None:
 
 
 @pytest.mark.parametrize("path", ["a", "..a", "a..", "...", "sub/MANIFEST.json", "a\\..\\b", " "])
-def test_an_odd_path_that_stays_inside_is_fine(path: str) -> None:
+def test_an_odd_path_that_stays_inside_is_fine(path):
     assert FileEntry(path, 1, "00000000").path == path
 
 
@@ -150,20 +147,20 @@ def test_an_odd_path_that_stays_inside_is_fine(path: str) -> None:
     [(-1, "00000000"), (1.0, "00000000"), (True, "00000000"), ("1", "00000000"), (1, "0"),
      (1, "0000000G"), (1, "0000000A"), (1, 0), (1, None), (1, "00000000\n")],
 )  # fmt: skip
-def test_a_wrong_size_or_checksum_is_refused(size: Any, crc: Any) -> None:
+def test_a_wrong_size_or_checksum_is_refused(size, crc):
     with pytest.raises(ValueError, match=r"^a: "):
         FileEntry("a", size, crc)
 
 
 @pytest.mark.parametrize("schema", [0, 2, 99, -1])
-def test_another_schema_is_named(schema: int) -> None:
+def test_another_schema_is_named(schema):
     with pytest.raises(
         UnknownSchema, match=rf"^u has schema {schema}, but this version reads only schema 1"
     ):
         Manifest.from_json(tree(schema=schema), where="u")
 
 
-def test_another_schema_is_named_whatever_else_it_says() -> None:
+def test_another_schema_is_named_whatever_else_it_says():
     with pytest.raises(UnknownSchema):
         Manifest.from_json('{"schema": 2, "entries": []}')
 
@@ -176,23 +173,23 @@ def test_another_schema_is_named_whatever_else_it_says() -> None:
      {"files": [{"path": "a", "bytes": 1, "crc32c": "00000000", "more": 1}]},
      {"files": [{"path": "a", "bytes": 1, "crc32c": "00000000"}] * 2}],
 )  # fmt: skip
-def test_a_manifest_that_is_not_one(changes: dict[str, Any]) -> None:
+def test_a_manifest_that_is_not_one(changes):
     with pytest.raises(Corrupt, match=r"MANIFEST\.json is damaged"):
         Manifest.from_json(tree(**changes))
 
 
-def test_a_deep_nest_is_damage_and_no_crash() -> None:
+def test_a_deep_nest_is_damage_and_no_crash():
     with pytest.raises(Corrupt):
         Manifest.from_json("[" * 100_000)
 
 
 @pytest.mark.parametrize("name", RESERVED)
-def test_a_field_cannot_take_the_manifests_own_name(name: str) -> None:
+def test_a_field_cannot_take_the_manifests_own_name(name):
     with pytest.raises(ValueError, match=f"reserves these field names: {name}"):
         Manifest("a", (), {name: 1})
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), b"bytes", {1, 2}, object()])
-def test_fields_have_to_be_json(value: Any) -> None:
+def test_fields_have_to_be_json(value):
     with pytest.raises((ValueError, TypeError)):
         Manifest("a", (), {"x": value})

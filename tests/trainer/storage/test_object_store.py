@@ -4,10 +4,7 @@ import logging
 import os
 import socket
 import ssl
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import requests
@@ -20,10 +17,9 @@ from flotilla.trainer.storage.store import PART_BYTES, Trouble
 from flotilla.trainer.storage.uri import Endpoint
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from tests.stores.link import FAULTS, PARTIAL, Link, link
-from tests.stores.s3_server import S3Server
+from tests.stores.link import FAULTS, PARTIAL, link
 
-from .conftest import FILES, Make
+from .conftest import FILES
 from .places import BucketPlace, fetched
 
 VARIABLES = {"gs": "STORAGE_EMULATOR_HOST", "s3": "AWS_ENDPOINT_URL"}
@@ -34,13 +30,13 @@ LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 
 @pytest.fixture
-def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+def hasty(monkeypatch):
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "MAX_PAUSE", 0.05)
 
 
 @pytest.fixture
-def wire(bucket: BucketPlace, hasty: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+def wire(bucket, hasty, monkeypatch):
     """Return a connection to the server of `bucket` that a test can break, with short timeouts."""
     assert hasty is None
     for module in (s3, gcs):
@@ -54,19 +50,19 @@ def wire(bucket: BucketPlace, hasty: None, monkeypatch: pytest.MonkeyPatch) -> I
 class _Mender(logging.Handler):
     """Repairs the connection at the third log line about a retry."""
 
-    def __init__(self, wire: Link) -> None:
+    def __init__(self, wire):
         super().__init__()
         self.lines: list[str] = []
         self._wire = wire
 
-    def emit(self, record: logging.LogRecord) -> None:
+    def emit(self, record):
         self.lines.append(record.getMessage())
         if len(self.lines) == 3:
             self._wire.becomes("whole")
 
 
 @contextmanager
-def outage(wire: Link, fault: str) -> Iterator[None]:
+def outage(wire, fault):
     mender = _Mender(wire)
     logger = logging.getLogger(retry.__name__)
     logger.addHandler(mender)
@@ -82,9 +78,7 @@ def outage(wire: Link, fault: str) -> Iterator[None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
-def test_every_operation_outlives_an_outage(
-    make: Make, bucket: BucketPlace, wire: Link, tmp_path: Path, fault: str
-) -> None:
+def test_every_operation_outlives_an_outage(make, bucket, wire, tmp_path, fault):
     uri = storage.join(bucket.root, "a")
     with outage(wire, fault):
         manifest = storage.publish(make(files=LARGE), uri, kind="x")
@@ -98,9 +92,7 @@ def test_every_operation_outlives_an_outage(
 
 
 @pytest.mark.parametrize("fault", sorted(set(FAULTS) - set(PARTIAL))[:2])
-def test_an_outage_that_lasts_is_one_line(
-    bucket: BucketPlace, wire: Link, monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
+def test_an_outage_that_lasts_is_one_line(bucket, wire, monkeypatch, fault):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
     wire.becomes(fault)
     with pytest.raises(storage.Unavailable, match=r"has not been available for 0\.2 s") as error:
@@ -116,9 +108,7 @@ def test_an_outage_that_lasts_is_one_line(
         (ssl.SSLCertVerificationError, "CERTIFICATE_VERIFY_FAILED", Trouble.NO_TLS),
     ],
 )
-def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(
-    kind: type[ssl.SSLError], reason: str, trouble: Trouble
-) -> None:
+def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(kind, reason, trouble):
     cause = kind(1, f"[SSL: {reason}]")
     cause.reason = reason
     of_s3 = boto.SSLError(endpoint_url="https://store", error=cause)
@@ -137,9 +127,7 @@ def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(
     ("status", "body"),
     [(200, b""), (200, b"[]"), (200, b"<html>log in</html>"), (200, b'{"na'), (204, b"")],
 )
-def test_an_answer_that_no_store_gives_is_asked_again(
-    make: Make, bucket: BucketPlace, tmp_path: Path, body: bytes, status: int
-) -> None:
+def test_an_answer_that_no_store_gives_is_asked_again(make, bucket, tmp_path, body, status):
     uri = storage.join(bucket.root, "a")
     large = {**FILES, "large": bytes((8 << 20) + 1)}
     bucket.plan.add(Fault(status, body=body, every=3, times=9))
@@ -154,9 +142,7 @@ def test_an_answer_that_no_store_gives_is_asked_again(
 
 
 @pytest.mark.parametrize("text", ["no scheme:1", "http://a b", "http://host:99999", "ftp://host"])
-def test_an_address_that_is_none_is_one_line(
-    bucket: BucketPlace, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_an_address_that_is_none_is_one_line(bucket, monkeypatch, text):
     for name in VARIABLES.values():
         monkeypatch.setenv(name, text)
     with pytest.raises(
@@ -165,16 +151,14 @@ def test_an_address_that_is_none_is_one_line(
         storage.names(bucket.root)
 
 
-def test_a_redirection_without_end_is_one_line(bucket: BucketPlace) -> None:
+def test_a_redirection_without_end_is_one_line(bucket):
     bucket.plan.add(Fault(301, times=10**6, body=b""))
     with pytest.raises(UserError, match="cannot list "):
         storage.names(bucket.root)
 
 
 @pytest.mark.parametrize("size", [5, (8 << 20) + 1])
-def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
-    make: Make, bucket: BucketPlace, size: int
-) -> None:
+def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(make, bucket, size):
     uri = storage.join(bucket.root, "a")
     for method in ("PUT", "POST"):
         bucket.plan.add(Fault(404, method=method, times=100))
@@ -187,7 +171,7 @@ def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
 
 
 @pytest.fixture
-def old(s3: S3Server) -> BucketPlace:
+def old(s3):
     """Return a bucket of S3 in a store that lacks conditional writes."""
     place = BucketPlace(s3, f"s3://{bucket_name()}")
     place.plan.add(Fault(501, header="If-None-Match", times=-1))
@@ -195,31 +179,27 @@ def old(s3: S3Server) -> BucketPlace:
 
 
 @pytest.mark.slow
-def test_a_publication_does_without(make: Make, old: BucketPlace, tmp_path: Path) -> None:
+def test_a_publication_does_without(make, old, tmp_path):
     files = {"small": b"1", "large": os.urandom(PART_BYTES + 5)}
     storage.publish(make(files=files), old.root, kind="x")
     assert old.plan.faults[0].seen == len(files) + 1
     assert fetched(old.root, tmp_path) == files
 
 
-def test_what_is_there_is_not_replaced(make: Make, old: BucketPlace, tmp_path: Path) -> None:
+def test_what_is_there_is_not_replaced(make, old, tmp_path):
     storage.publish(make("one", files={"a": b"1"}), old.root, kind="x")
     with pytest.raises(storage.Conflict, match="already published with different content"):
         storage.publish(make("other", files={"a": b"2"}), old.root, kind="x")
     assert fetched(old.root, tmp_path) == {"a": b"1"}
 
 
-def test_what_a_dead_writer_left_is_not_taken_for_ours(
-    make: Make, old: BucketPlace, tmp_path: Path
-) -> None:
+def test_what_a_dead_writer_left_is_not_taken_for_ours(make, old, tmp_path):
     old.put(f"{old.root}/a", b"half of it")
     storage.publish(make(files={"a": b"all of it"}), old.root, kind="x")
     assert fetched(old.root, tmp_path) == {"a": b"all of it"}
 
 
-def test_what_another_writer_of_a_draft_added_is_not_overwritten(
-    old: BucketPlace, tmp_path: Path
-) -> None:
+def test_what_another_writer_of_a_draft_added_is_not_overwritten(old, tmp_path):
     old.put(f"{old.root}/a", b"of another attempt")
     path = tmp_path / "a"
     path.write_bytes(b"ours")
@@ -230,7 +210,7 @@ def test_what_another_writer_of_a_draft_added_is_not_overwritten(
     assert fetched(old.root, tmp_path / "there") == {"a": b"ours"}
 
 
-def test_another_refusal_stays_one(make: Make, old: BucketPlace) -> None:
+def test_another_refusal_stays_one(make, old):
     old.plan.clear()
     old.plan.add(Fault(501, method="PUT", times=-1))
     with pytest.raises(UserError, match="501"):
@@ -242,15 +222,13 @@ FAULTS = [500, "drop", "lose", "truncate", 503, 429]
 
 
 @pytest.fixture
-def uri(bucket: BucketPlace) -> str:
+def uri(bucket):
     return storage.join(bucket.root, "a b")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_publication_outlives_a_fault_of_every_request(
-    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
-) -> None:
+def test_a_publication_outlives_a_fault_of_every_request(make, bucket, uri, tmp_path, kind):
     files = {**FILES, "large": os.urandom((1 << 23) + 5)}
     bucket.plan.add(Fault(kind, times=6, every=2))
     manifest = storage.publish(make(files=files), uri, kind="x")
@@ -262,9 +240,7 @@ def test_a_publication_outlives_a_fault_of_every_request(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", FAULTS)
-def test_a_fetch_outlives_faults(
-    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path, kind: int | str
-) -> None:
+def test_a_fetch_outlives_faults(make, bucket, uri, tmp_path, kind):
     files = {**FILES, "large": os.urandom((1 << 23) + 5)}
     storage.publish(make(files=files), uri, kind="x")
     bucket.plan.add(Fault(kind, times=4, every=2))
@@ -272,7 +248,7 @@ def test_a_fetch_outlives_faults(
     assert bucket.plan.faults[0].times == 0
 
 
-def test_each_kind_of_request_is_asked_again(make: Make, bucket: BucketPlace, uri: str) -> None:
+def test_each_kind_of_request_is_asked_again(make, bucket, uri):
     methods = ("GET", "PUT", "POST", "DELETE", "HEAD")
     bucket.plan.add(*(Fault(503, method=each, times=2, every=2) for each in methods))
     storage.write_bytes(uri + ".jsonl", b"1")
@@ -284,15 +260,13 @@ def test_each_kind_of_request_is_asked_again(make: Make, bucket: BucketPlace, ur
 
 
 @pytest.mark.slow
-def test_silence_is_waited_for(make: Make, bucket: BucketPlace, uri: str) -> None:
+def test_silence_is_waited_for(make, bucket, uri):
     bucket.plan.add(Fault("silence", seconds=1.0, times=2))
     storage.publish(make(), uri, kind="x")
     storage.verify(uri)
 
 
-def test_each_retry_is_a_line_of_log(
-    bucket: BucketPlace, uri: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_each_retry_is_a_line_of_log(bucket, uri, caplog):
     bucket.plan.add(Fault(503, times=2))
     with caplog.at_level(logging.WARNING, logger="flotilla.trainer.storage"):
         storage.write_bytes(uri, b"1")
@@ -304,13 +278,7 @@ def test_each_retry_is_a_line_of_log(
         assert "\n" not in line
 
 
-def test_past_the_deadline_there_is_one_line(
-    make: Make,
-    bucket: BucketPlace,
-    uri: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_past_the_deadline_there_is_one_line(make, bucket, uri, monkeypatch, caplog):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.1")
     source = make()
     bucket.plan.add(Fault(503, times=1000))
@@ -336,9 +304,7 @@ def test_past_the_deadline_there_is_one_line(
 
 
 @pytest.mark.slow
-def test_what_goes_on_is_not_cut_off_by_the_deadline(
-    make: Make, bucket: BucketPlace, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_goes_on_is_not_cut_off_by_the_deadline(make, bucket, uri, monkeypatch):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "1")
     bucket.plan.latency = 0.25
     try:
@@ -348,10 +314,8 @@ def test_what_goes_on_is_not_cut_off_by_the_deadline(
     storage.verify(uri)
 
 
-def test_a_store_that_cannot_be_reached_is_asked_again(
-    uri: str, port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> NoReturn:
+def test_a_store_that_cannot_be_reached_is_asked_again(uri, port, monkeypatch):
+    def fail(*_, **__):
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.1")
@@ -363,13 +327,13 @@ def test_a_store_that_cannot_be_reached_is_asked_again(
         monkeypatch.setattr(socket, "getaddrinfo", fail)
 
 
-def test_a_deadline_that_is_no_number(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_that_is_no_number(uri, monkeypatch):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "soon")
     with pytest.raises(ConfigError, match="FLOTILLA_STORAGE_DEADLINE: 'soon' is not a number"):
         storage.write_bytes(uri, b"")
 
 
-def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path: Path) -> None:
+def test_a_missing_bucket_is_not_a_missing_object(make, uri, tmp_path):
     scheme = uri.partition(":")[0]
     assert not storage.is_published(uri)
     elsewhere = f"{scheme}://no-such-bucket/a"
@@ -393,9 +357,7 @@ def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path
 @pytest.mark.parametrize(
     ("status", "reason"), [(403, "no permission"), (401, "missing or wrong credentials")]
 )
-def test_a_refusal_names_the_missing_permission(
-    bucket: BucketPlace, uri: str, status: int, reason: str
-) -> None:
+def test_a_refusal_names_the_missing_permission(bucket, uri, status, reason):
     bucket.plan.add(Fault(status, times=10))
     with pytest.raises(UserError) as error:
         storage.write_bytes(uri, b"")
@@ -408,19 +370,17 @@ def test_a_refusal_names_the_missing_permission(
     assert len(bucket.plan.requests) < 10 or bucket.plan.faults[0].times == 9
 
 
-def test_a_download_that_is_damaged_on_the_way_is_fetched_again(
-    make: Make, bucket: BucketPlace, uri: str, tmp_path: Path
-) -> None:
+def test_a_download_that_is_damaged_on_the_way_is_fetched_again(make, bucket, uri, tmp_path):
     storage.publish(make(), uri, kind="x")
     target = storage.join(uri, "a.bin")
 
-    def heal(request: str) -> None:
+    def heal(request):
         if "a.bin" in request:
             seen.append(request)
         if len(seen) > 1:
             bucket.put(target, FILES["a.bin"])
 
-    seen: list[str] = []
+    seen = []
     bucket.put(target, FILES["a.bin"][:-1] + b"!")
     bucket.plan.before = heal
     try:

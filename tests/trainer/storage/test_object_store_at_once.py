@@ -1,17 +1,15 @@
 """Tests several processes and threads that publish to the same place at once."""
 
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.storage import publishing
 
-from .conftest import EVERY, Make, left_over, start
-from .places import Place, content, path_of
+from .conftest import EVERY, left_over, start
+from .places import content, path_of
 
 PUBLISH_AT_A_LINE = """
 import sys
@@ -26,10 +24,10 @@ except storage.Conflict:
 """
 
 
-def at_once(tasks: int, act: Callable[[int], object]) -> list[str]:
+def at_once(tasks, act):
     barrier = threading.Barrier(tasks)
 
-    def run(number: int) -> str:
+    def run(number):
         barrier.wait()
         try:
             act(number)
@@ -41,15 +39,13 @@ def at_once(tasks: int, act: Callable[[int], object]) -> list[str]:
         return list(pool.map(run, range(tasks)))
 
 
-def publisher(sources: list[Path], uri: str) -> Callable[[int], object]:
+def publisher(sources, uri):
     return lambda number: storage.publish(sources[number], uri, kind="x")
 
 
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("same", [False, True])
-def test_of_many_that_publish_at_once_one_wins(
-    make: Make, root: str, left: bool, same: bool
-) -> None:
+def test_of_many_that_publish_at_once_one_wins(make, root, left, same):
     sources = [
         make(f"source-{n}", {"a": b"%d" % (n * (not same)), f"own-{n * (not same)}": b""})
         for n in range(6)
@@ -66,15 +62,13 @@ def test_of_many_that_publish_at_once_one_wins(
     assert left_over(path_of(root)) == []
 
 
-def test_two_processes_publish_at_once(make: Make, root: str) -> None:
+def test_two_processes_publish_at_once(make, root):
     sources = [make("one", {"a": b"1"}), make("two", {"a": b"2"})]
     uri = storage.join(root, "a")
     processes = [start(PUBLISH_AT_A_LINE, str(source), uri) for source in sources]
     for process in processes:
-        assert process.stdout
         process.stdout.readline()
     for process in processes:
-        assert process.stdin
         process.stdin.write("go\n")
         process.stdin.flush()
     for process in processes:
@@ -84,14 +78,12 @@ def test_two_processes_publish_at_once(make: Make, root: str) -> None:
 
 
 @pytest.mark.parametrize("same", [False, True])
-def test_another_publishes_between_the_look_and_the_rename(
-    make: Make, root: str, monkeypatch: pytest.MonkeyPatch, same: bool
-) -> None:
+def test_another_publishes_between_the_look_and_the_rename(make, root, monkeypatch, same):
     uri = storage.join(root, "a")
     winner = make("winner", {"a": b"1"})
     loser = make("loser", {"a": b"1" if same else b"2"})
 
-    def look(_: str) -> bool:
+    def look(_):
         monkeypatch.undo()
         storage.publish(winner, uri, kind="x")
         return False
@@ -106,10 +98,10 @@ def test_another_publishes_between_the_look_and_the_rename(
     assert left_over(path_of(root)) == []
 
 
-def test_publishing_and_deleting_at_once(make: Make, root: str) -> None:
+def test_publishing_and_deleting_at_once(make, root):
     source, uri = make(), storage.join(root, "a")
 
-    def act(number: int) -> None:
+    def act(number):
         for _ in range(5):
             if number % 2:
                 storage.delete(uri)
@@ -122,7 +114,7 @@ def test_publishing_and_deleting_at_once(make: Make, root: str) -> None:
     assert left_over(path_of(root)) == []
 
 
-def try_to_publish(source: Path, uri: str) -> None:
+def try_to_publish(source, uri):
     try:
         storage.publish(source, uri, kind="x")
     except storage.NotPublished:
@@ -131,11 +123,11 @@ def try_to_publish(source: Path, uri: str) -> None:
 
 
 @EVERY
-def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> None:
+def test_of_many_that_create_one_file_one_does(place, tmp_path):
     uri = storage.join(place.root, "a", "file")
     barrier = threading.Barrier(6)
 
-    def create(number: int) -> bool:
+    def create(number):
         barrier.wait()
         return storage.create_bytes(uri, b"%d" % number)
 

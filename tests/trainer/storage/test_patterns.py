@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 
 from flotilla.trainer import storage
@@ -97,7 +95,7 @@ def test_what_is_no_pattern_is_refused_in_one_line(text, words):
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_whose_name_has_signs_of_patterns_is_that_folder(tmp_path: Path) -> None:
+def test_a_folder_whose_name_has_signs_of_patterns_is_that_folder(tmp_path):
     folder = tmp_path / "sales [old] {2}"
     folder.mkdir()
     (folder / "a.csv").touch()

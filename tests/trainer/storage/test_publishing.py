@@ -2,7 +2,6 @@ import json
 import logging
 import os
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,14 +10,14 @@ from hypothesis import strategies as st
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 
-from .conftest import EVERY, FILES, Make
-from .places import Place, content, fetched, fill, path_of
+from .conftest import EVERY, FILES
+from .places import content, fetched, fill, path_of
 
 WHOLE = {*FILES, "MANIFEST.json"}
 
 
 @pytest.mark.parametrize("place", ["file", "gs", "s3", "minio"], indirect=True)
-def test_publish_and_read_back(make: Make, place: Place) -> None:
+def test_publish_and_read_back(make, place):
     uri = storage.join(place.root, "datasets", "digits 1")
     assert not storage.is_published(uri)
     source = make()
@@ -39,7 +38,7 @@ def test_publish_and_read_back(make: Make, place: Place) -> None:
     assert there == FILES
 
 
-def test_the_checksums_are_crc32c(make: Make, uri: str) -> None:
+def test_the_checksums_are_crc32c(make, uri):
     source = make(files={"check": b"123456789"})
     [entry] = storage.publish(source, uri, kind="x").files
     assert (entry.bytes, entry.crc32c) == (9, "e3069283")
@@ -47,7 +46,7 @@ def test_the_checksums_are_crc32c(make: Make, uri: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [3 * 2**20 + 7, 2**23 - 1, 2**23, 2**23 + 1, 5 * 2**22 + 1])
-def test_a_file_of_more_than_one_chunk(make: Make, uri: str, tmp_path: Path, size: int) -> None:
+def test_a_file_of_more_than_one_chunk(make, uri, tmp_path, size):
     data = os.urandom(size)
     storage.publish(make(files={"large": data}), uri, kind="x")
     assert storage.verify(uri).total_bytes == size
@@ -62,7 +61,7 @@ def test_a_file_of_more_than_one_chunk(make: Make, uri: str, tmp_path: Path, siz
     ["file", *(pytest.param(each, marks=pytest.mark.long) for each in ("gs", "s3", "minio"))],
     indirect=True,
 )
-def test_ten_thousand_files(make: Make, place: Place, uri: str, tmp_path: Path) -> None:
+def test_ten_thousand_files(make, place, uri, tmp_path):
     files = {f"{n % 100}/{n:05d}": b"%d" % n for n in range(10_000)}
     assert len(storage.publish(make(files=files), uri, kind="x").files) == 10_000
     assert fetched(uri, tmp_path) == files
@@ -71,7 +70,7 @@ def test_ten_thousand_files(make: Make, place: Place, uri: str, tmp_path: Path) 
 
 
 @EVERY
-def test_the_same_again_is_a_no_op(make: Make, place: Place, uri: str) -> None:
+def test_the_same_again_is_a_no_op(make, place, uri):
     first = storage.publish(make(), uri, kind="x", fields={"shape": (8, 8)})
     stored = place.content(place.root)
     second = storage.publish(make("elsewhere"), uri, kind="x", fields={"shape": (8, 8)})
@@ -81,7 +80,7 @@ def test_the_same_again_is_a_no_op(make: Make, place: Place, uri: str) -> None:
 
 
 @EVERY
-def test_other_content_is_a_conflict(make: Make, place: Place, uri: str) -> None:
+def test_other_content_is_a_conflict(make, place, uri):
     first = storage.publish(make(), uri, kind="x", fields={"n": 1})
     for kind, files, fields, reason in (
         ("x", {**FILES, "b.txt": b"Second"}, {"n": 1}, "b.txt differs"),
@@ -100,9 +99,7 @@ def test_other_content_is_a_conflict(make: Make, place: Place, uri: str) -> None
 
 
 @EVERY
-def test_what_a_dead_writer_left_is_replaced(
-    make: Make, place: Place, uri: str, tmp_path: Path
-) -> None:
+def test_what_a_dead_writer_left_is_replaced(make, place, uri, tmp_path):
     fill(place, uri, {"a.bin": FILES["a.bin"], "b.txt": b"half", "old": b"", "deep/old": b""})
     assert not storage.is_published(uri)
     manifest = storage.publish(make(), uri, kind="x")
@@ -112,7 +109,7 @@ def test_what_a_dead_writer_left_is_replaced(
     assert len(place.content(uri)) == len(WHOLE)
 
 
-def test_a_parent_of_published_directories_is_not_replaced(make: Make, place: Place) -> None:
+def test_a_parent_of_published_directories_is_not_replaced(make, place):
     inner = storage.join(place.root, "runs", "one")
     storage.publish(make(), inner, kind="x")
     with pytest.raises(UserError, match=r"one, which is below it, is already published"):
@@ -120,12 +117,12 @@ def test_a_parent_of_published_directories_is_not_replaced(make: Make, place: Pl
     assert storage.verify(inner)
 
 
-def test_nothing_at_all_can_be_published(make: Make, uri: str) -> None:
+def test_nothing_at_all_can_be_published(make, uri):
     storage.publish(make(files={}), uri, kind="promotion", fields={"model": "a"})
     assert storage.verify(uri).fields == {"model": "a"}
 
 
-def test_a_published_directory_can_be_published_elsewhere(make: Make, root: str, uri: str) -> None:
+def test_a_published_directory_can_be_published_elsewhere(make, root, uri):
     one = storage.join(root, "one")
     first = storage.publish(make(), one, kind="x", fields={"n": 1})
     second = storage.publish(path_of(one), uri, kind="x", fields={"n": 1})
@@ -133,7 +130,7 @@ def test_a_published_directory_can_be_published_elsewhere(make: Make, root: str,
     assert storage.verify(uri) == second
 
 
-def test_links_to_files_are_followed(make: Make, uri: str, tmp_path: Path) -> None:
+def test_links_to_files_are_followed(make, uri, tmp_path):
     (tmp_path / "behind").write_bytes(b"linked")
     source = make(files={"a": b""})
     (source / "link").symlink_to(tmp_path / "behind")
@@ -141,9 +138,7 @@ def test_links_to_files_are_followed(make: Make, uri: str, tmp_path: Path) -> No
     assert fetched(uri, tmp_path) == {"a": b"", "link": b"linked"}
 
 
-def test_what_is_no_file_is_refused_by_name(
-    make: Make, place: Place, uri: str, tmp_path: Path
-) -> None:
+def test_what_is_no_file_is_refused_by_name(make, place, uri, tmp_path):
     folder = make("with_folder_link")
     (folder / "folder link").symlink_to(tmp_path)
     pipe = make("with_pipe")
@@ -162,20 +157,20 @@ def test_what_is_no_file_is_refused_by_name(
     assert place.content(place.root) == {}
 
 
-def test_a_name_that_is_not_utf_8_is_refused_by_name(make: Make, uri: str) -> None:
+def test_a_name_that_is_not_utf_8_is_refused_by_name(make, uri):
     source = make()
     (source / os.fsdecode(b"bad\xff")).write_bytes(b"")
     with pytest.raises(UserError, match=r"bad\\udcff.*its name is not UTF-8"):
         storage.publish(source, uri, kind="x")
 
 
-def test_what_a_dead_fetch_left_is_not_published(make: Make, uri: str) -> None:
+def test_what_a_dead_fetch_left_is_not_published(make, uri):
     source = make(files={"a": b"", "sub/.shards.0123456789ab.part/half": b""})
     manifest = storage.publish(source, uri, kind="x")
     assert [entry.path for entry in manifest.files] == ["a"]
 
 
-def test_a_missing_manifest_is_said(place: Place, uri: str) -> None:
+def test_a_missing_manifest_is_said(place, uri):
     fill(place, uri, FILES)
     for absent in (uri, storage.join(place.root, "nowhere"), storage.join(uri, "b.txt")):
         assert not storage.is_published(absent)
@@ -185,7 +180,7 @@ def test_a_missing_manifest_is_said(place: Place, uri: str) -> None:
             assert str(error.value).startswith(f"{absent} is not published")
 
 
-def test_no_uri_leads_out_of_its_root(place: Place, uri: str) -> None:
+def test_no_uri_leads_out_of_its_root(place, uri):
     for path in ("../up", "/root", "a/../../up", "", "a//b"):
         for action in (storage.join, storage.read_file):
             with pytest.raises(UserError):
@@ -193,7 +188,7 @@ def test_no_uri_leads_out_of_its_root(place: Place, uri: str) -> None:
     assert place.content(place.root) == {}
 
 
-def test_garbage_is_none_where_nobody_died(make: Make, place: Place, uri: str) -> None:
+def test_garbage_is_none_where_nobody_died(make, place, uri):
     storage.publish(make(), uri, kind="x")
     storage.write_bytes(storage.join(place.root, "history.jsonl"), b"")
     fill(place, storage.join(place.root, "mine"), {"a": b"", "deep/b": b""})
@@ -202,9 +197,7 @@ def test_garbage_is_none_where_nobody_died(make: Make, place: Place, uri: str) -
     assert place.content(place.root) == before
 
 
-def test_the_clock_of_the_storage_is_read_without_a_trace(
-    place: Place, uri: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_clock_of_the_storage_is_read_without_a_trace(place, uri, monkeypatch):
     place.put(storage.join(uri, "a"), b"")
     before, stored = time.time(), place.content(place.root)
     monkeypatch.setattr(time, "time", lambda: before + 1e6)
@@ -224,9 +217,7 @@ _flip = st.tuples(
     max_examples=30,
 )
 @given(_flip)
-def test_one_flipped_bit_is_found_and_named(
-    make: Make, place: Place, uri: str, flip: tuple[str, int, int]
-) -> None:
+def test_one_flipped_bit_is_found_and_named(make, place, uri, flip):
     name, position, bit = flip
     manifest = storage.publish(make(), uri, kind="x")
     data = bytearray(FILES[name])
@@ -241,7 +232,7 @@ def test_one_flipped_bit_is_found_and_named(
     assert storage.verify(uri) == manifest
 
 
-def test_damage_of_other_kinds_is_named(make: Make, place: Place, uri: str) -> None:
+def test_damage_of_other_kinds_is_named(make, place, uri):
     manifest = storage.publish(make(), uri, kind="x")
     place.put(storage.join(uri, "in no manifest"), b"")
     assert storage.verify(uri) == manifest
@@ -254,7 +245,7 @@ def test_damage_of_other_kinds_is_named(make: Make, place: Place, uri: str) -> N
         storage.verify(uri)
 
 
-def test_folders_and_files_in_each_others_place(make: Make, root: str) -> None:
+def test_folders_and_files_in_each_others_place(make, root):
     uri = storage.join(root, "a")
     storage.publish(make(files={"b.txt": b"1", "deep/file": b"1"}), uri, kind="x")
     (path_of(uri) / "deep" / "file").unlink()
@@ -269,7 +260,7 @@ def test_folders_and_files_in_each_others_place(make: Make, root: str) -> None:
 
 
 @EVERY
-def test_one_file_is_read_and_checked(make: Make, place: Place, uri: str) -> None:
+def test_one_file_is_read_and_checked(make, place, uri):
     storage.publish(make(), uri, kind="x")
     for name, data in FILES.items():
         assert storage.read_file(uri, name) == data
@@ -288,9 +279,7 @@ def test_one_file_is_read_and_checked(make: Make, place: Place, uri: str) -> Non
         storage.read_file(place.root, "b.txt")
 
 
-def test_a_damaged_manifest_is_neither_absent_nor_replaced(
-    make: Make, place: Place, uri: str
-) -> None:
+def test_a_damaged_manifest_is_neither_absent_nor_replaced(make, place, uri):
     storage.publish(make(), uri, kind="x")
     place.put(storage.join(uri, "MANIFEST.json"), b"{")
     assert storage.is_published(uri)
@@ -304,7 +293,7 @@ def test_a_damaged_manifest_is_neither_absent_nor_replaced(
     storage.verify(uri)
 
 
-def test_published_lists_by_name_and_kind(make: Make, place: Place) -> None:
+def test_published_lists_by_name_and_kind(make, place):
     root = place.root
     for name, kind in [("step-9", "checkpoint"), ("step-10", "checkpoint"), ("Ü 1", "model")]:
         storage.publish(make(), storage.join(root, name), kind=kind, fields={"name": name})
@@ -316,7 +305,7 @@ def test_published_lists_by_name_and_kind(make: Make, place: Place) -> None:
     assert storage.list_published(root, "dataset") == []
 
 
-def test_the_newest_is_found_by_manifests(make: Make, place: Place) -> None:
+def test_the_newest_is_found_by_manifests(make, place):
     assert storage.newest(place.root) is None
     assert storage.list_published(place.root) == []
     for name, kind in [("b", "x"), ("a", "x"), ("c", "y")]:
@@ -325,21 +314,18 @@ def test_the_newest_is_found_by_manifests(make: Make, place: Place) -> None:
         assert storage.newest(place.root) == (uri, manifest)
     for name in ("a", "b"):
         found = storage.newest(place.root, "x")
-        assert found
         assert found[0] == storage.join(place.root, name)
         storage.delete(found[0])
 
 
-def test_published_of_a_file(root: str, make: Make) -> None:
+def test_published_of_a_file(root, make):
     make(str(path_of(root)), {"file": b""})
     with pytest.raises(UserError, match=r"cannot list .*file: Not a directory"):
         storage.list_published(storage.join(root, "file"))
 
 
 @EVERY
-def test_published_passes_over_what_it_cannot_read_and_says_so(
-    make: Make, place: Place, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_published_passes_over_what_it_cannot_read_and_says_so(make, place, caplog):
     root = place.root
     for name in ("a", "b", "c"):
         storage.publish(make(), storage.join(root, name), kind="x")
@@ -355,12 +341,12 @@ def test_published_passes_over_what_it_cannot_read_and_says_so(
     ]
 
 
-def uri_below(root: str, name: str) -> str:
+def uri_below(root, name):
     return storage.join(root, name, "MANIFEST.json")
 
 
 @EVERY
-def test_delete_takes_all_and_may_be_repeated(make: Make, place: Place) -> None:
+def test_delete_takes_all_and_may_be_repeated(make, place):
     root = place.root
     uri, other = storage.join(root, "a"), storage.join(root, "ab")
     storage.publish(make(), uri, kind="x")
@@ -374,7 +360,7 @@ def test_delete_takes_all_and_may_be_repeated(make: Make, place: Place) -> None:
     storage.publish(make("new", {"n": b""}), uri, kind="y")
 
 
-def test_delete_of_a_link(make: Make, root: str) -> None:
+def test_delete_of_a_link(make, root):
     kept = make("kept")
     path_of(root).mkdir()
     (path_of(root) / "link").symlink_to(kept)
@@ -384,7 +370,7 @@ def test_delete_of_a_link(make: Make, root: str) -> None:
 
 
 @EVERY
-def test_bytes_are_written_read_and_replaced(place: Place) -> None:
+def test_bytes_are_written_read_and_replaced(place):
     uri = storage.join(place.root, "a b", "history.jsonl")
     with pytest.raises(
         storage.Missing, match=r"there is nothing at (file:///|gs://|s3://|minio://)"

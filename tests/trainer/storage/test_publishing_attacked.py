@@ -6,14 +6,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from flotilla.trainer import storage
 
-from .conftest import FILES, REPOSITORY, WARNINGS, Make, left_over, start
-from .places import BucketPlace, Place, content, fetched, fill, path_of
+from .conftest import FILES, REPOSITORY, WARNINGS, left_over, start
+from .places import content, fetched, fill, path_of
 
 PUBLISH = """
 import sys
@@ -38,13 +37,13 @@ print(most(), before)
 """
 
 
-def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> None:
+def kill_at_random(bucket, source, uri, seed):
     """Publish in a process that is killed before a randomly chosen request is answered."""
     left = [random.Random(seed).randrange(1, 14)]
-    process: list[subprocess.Popen[str]] = []
+    process = []
     begun, lock = threading.Event(), threading.Lock()
 
-    def kill(_request: str) -> None:
+    def kill(_request):
         begun.wait()
         with lock:
             left[0] -= 1
@@ -61,7 +60,7 @@ def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> No
         bucket.plan.before = None
 
 
-def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
+def attacked(bucket, make, folder, kills):
     """Kill publishers of the same URIs, and check that readers see the whole old or new version."""
     for number in range(kills):
         uri = storage.join(bucket.root, f"step-{number // 2}")
@@ -89,23 +88,19 @@ def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
-    bucket: BucketPlace, make: Make, tmp_path: Path
-) -> None:
+def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(bucket, make, tmp_path):
     attacked(bucket, make, tmp_path, kills=4)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
+def test_fifty_publishers_that_are_killed(bucket, make, tmp_path):
     attacked(bucket, make, tmp_path, kills=50)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("same", [False, True])
-def test_publishers_at_once_have_one_winner_and_all_know(
-    bucket: BucketPlace, make: Make, tmp_path: Path, same: bool
-) -> None:
+def test_publishers_at_once_have_one_winner_and_all_know(bucket, make, tmp_path, same):
     sources = [make(f"s-{n}", {"a": b"%d" % (n * (not same)), f"b{n * (not same)}": b""})
                for n in range(4)]  # fmt: skip
     for number in range(3):
@@ -114,7 +109,7 @@ def test_publishers_at_once_have_one_winner_and_all_know(
             fill(bucket, uri, {"a": b"half", "left": b""})
         barrier = threading.Barrier(len(sources))
 
-        def act(source: Path, uri: str = uri, barrier: threading.Barrier = barrier) -> str:
+        def act(source, uri=uri, barrier=barrier):
             barrier.wait()
             try:
                 storage.publish(source, uri, kind="x")
@@ -131,12 +126,12 @@ def test_publishers_at_once_have_one_winner_and_all_know(
         assert len(bucket.content(uri)) == 3
 
 
-def test_a_concurrent_upload_harms_nobody(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
+def test_a_concurrent_upload_harms_nobody(bucket, make, tmp_path):
     uri = storage.join(bucket.root, "a")
     slow, quick = make("slow", {"x": b"slow", "y": b"1"}), make("quick", {"x": b"quick"})
     uploaded, once = threading.Event(), threading.Event()
 
-    def opponent(request: str) -> None:
+    def opponent(request):
         if once.is_set():
             return
         if request.startswith(("POST", "PUT")):
@@ -158,9 +153,7 @@ def test_a_concurrent_upload_harms_nobody(bucket: BucketPlace, make: Make, tmp_p
     assert len(bucket.content(uri)) == 2
 
 
-def test_garbage_of_the_dead_goes_and_that_of_the_living_stays(
-    bucket: BucketPlace, make: Make
-) -> None:
+def test_garbage_of_the_dead_goes_and_that_of_the_living_stays(bucket, make):
     uri = storage.join(bucket.root, "dead")
     source = make()
     kill_before_the_manifest(bucket, source, uri)
@@ -175,11 +168,11 @@ def test_garbage_of_the_dead_goes_and_that_of_the_living_stays(
     assert storage.collect_garbage(bucket.root) == []
 
 
-def kill_before_the_manifest(bucket: BucketPlace, source: Path, uri: str) -> None:
-    process: list[subprocess.Popen[str]] = []
+def kill_before_the_manifest(bucket, source, uri):
+    process = []
     begun, uploaded = threading.Event(), threading.Event()
 
-    def kill(request: str) -> None:
+    def kill(request):
         begun.wait()
         if request.startswith(("POST", "PUT")):
             uploaded.set()
@@ -193,14 +186,12 @@ def kill_before_the_manifest(bucket: BucketPlace, source: Path, uri: str) -> Non
     bucket.plan.before = None
 
 
-def test_what_a_living_process_writes_is_no_garbage(
-    bucket: BucketPlace, make: Make, tmp_path: Path
-) -> None:
+def test_what_a_living_process_writes_is_no_garbage(bucket, make, tmp_path):
     uri = storage.join(bucket.root, "a")
-    collected: list[str] = []
+    collected = []
     busy = threading.Event()
 
-    def collect(request: str) -> None:
+    def collect(request):
         if request.startswith(("POST", "PUT")) and len(bucket.content(uri)) and not busy.is_set():
             busy.set()
             with ThreadPoolExecutor(1) as pool:
@@ -218,12 +209,8 @@ def test_what_a_living_process_writes_is_no_garbage(
 
 @pytest.mark.long
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "place",
-    ["file", "gs", "s3", "minio"],
-    indirect=True,
-)
-def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["file", "gs", "s3", "minio"], indirect=True)
+def test_a_gigabyte_takes_less_than_200_mb_of_memory(place, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     source.mkdir()
     with (source / "large").open("wb") as file:
@@ -300,7 +287,7 @@ FEW = {"a": b"first", "deep/b": b"second"}
 DEAD = ".it.0123456789ab.part/half"
 
 
-def die(action: str, source: Path, root: str) -> list[str]:
+def die(action, source, root):
     process = start(DIE_AT_EVERY_TOUCH, action, str(source), root)
     output, _ = process.communicate()
     assert process.returncode == 0
@@ -309,7 +296,7 @@ def die(action: str, source: Path, root: str) -> list[str]:
     return uris
 
 
-def test_a_publisher_may_die_before_any_touch_of_the_disk(make: Make, root: str) -> None:
+def test_a_publisher_may_die_before_any_touch_of_the_disk(make, root):
     source = make(files=FEW)
     uris = die("publish", source, root)
     seen = [storage.is_published(uri) for uri in uris]
@@ -326,7 +313,7 @@ def test_a_publisher_may_die_before_any_touch_of_the_disk(make: Make, root: str)
     assert left_over(path_of(root)) == []
 
 
-def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, root: str) -> None:
+def test_a_publisher_may_die_while_it_replaces_what_another_left(make, root):
     source = make(files=FEW)
     for number in range(200):
         make(str(path_of(f"{root}/{number:03d}")), {"it/left": b"half", DEAD: b""})
@@ -343,7 +330,7 @@ def test_a_publisher_may_die_while_it_replaces_what_another_left(make: Make, roo
         assert left_over(path_of(uri).parent) == []
 
 
-def test_a_deletion_may_die_at_any_touch(make: Make, root: str) -> None:
+def test_a_deletion_may_die_at_any_touch(make, root):
     source = make(files=FEW)
     for number in range(60):
         storage.publish(source, f"{root}/{number:03d}/it", kind="x", fields={"n": 1})
@@ -362,7 +349,7 @@ def test_a_deletion_may_die_at_any_touch(make: Make, root: str) -> None:
     assert left_over(path_of(root)) == []
 
 
-def test_a_fetch_may_die_at_any_touch(make: Make, root: str) -> None:
+def test_a_fetch_may_die_at_any_touch(make, root):
     source = make(files=FEW)
     storage.publish(source, f"{root}/published", kind="x")
     uris = die("fetch", source, root)
@@ -378,7 +365,7 @@ def test_a_fetch_may_die_at_any_touch(make: Make, root: str) -> None:
     assert left_over(path_of(root)) == []
 
 
-def test_a_writer_of_a_file_may_die_at_any_touch(make: Make, root: str) -> None:
+def test_a_writer_of_a_file_may_die_at_any_touch(make, root):
     for number in range(60):
         storage.write_bytes(f"{root}/{number:03d}/it", b"old")
     uris = die("write", make(), root)
@@ -392,10 +379,9 @@ def test_a_writer_of_a_file_may_die_at_any_touch(make: Make, root: str) -> None:
     assert left_over(path_of(root)) == []
 
 
-def test_a_publisher_that_is_killed_from_outside(make: Make, root: str) -> None:
+def test_a_publisher_that_is_killed_from_outside(make, root):
     source = make(files={f"{n:02d}": bytes([n]) * 100_000 for n in range(20)})
     process = start(PUBLISH_FOR_EVER, str(source), root)
-    assert process.stdout
     begun = [process.stdout.readline().rstrip("\n") for _ in range(3)]
     process.kill()
     begun += process.communicate()[0].splitlines()
@@ -408,14 +394,13 @@ def test_a_publisher_that_is_killed_from_outside(make: Make, root: str) -> None:
     assert left_over(path_of(root)) == []
 
 
-def test_a_reader_never_sees_half_a_file(root: str) -> None:
+def test_a_reader_never_sees_half_a_file(root):
     uri = storage.join(root, "history.jsonl")
     storage.write_bytes(uri, b"0000000\n")
     process = start(REWRITE_FOR_EVER, uri)
-    assert process.stdout
     process.stdout.readline()
     try:
-        sizes: set[int] = set()
+        sizes = set()
         while len(sizes) < 2:
             data = storage.read_bytes(uri)
             sizes.add(len(data))

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,25 +12,25 @@ from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import FileStore
 from flotilla.trainer.storage.object_store import ObjectStore
 
-from .conftest import EVERY, FILES, Make, left_over
-from .places import BucketPlace, FilePlace, Place, content
+from .conftest import EVERY, FILES, left_over
+from .places import FilePlace, content
 
 
 @pytest.fixture
-def uri_published(make: Make, place: Place) -> str:
+def uri_published(make, place):
     uri_published = storage.join(place.root, "published")
     storage.publish(make(), uri_published, kind="x", fields={"n": 1})
     return uri_published
 
 
-def test_it_brings_all_files_and_nothing_else(uri_published: str, tmp_path: Path) -> None:
+def test_it_brings_all_files_and_nothing_else(uri_published, tmp_path):
     target = tmp_path / "new" / "ö ö"
     assert storage.fetch(uri_published, target) == storage.read_manifest(uri_published)
     assert content(target) == FILES
     assert left_over(tmp_path) == []
 
 
-def test_only_picks_by_path(uri_published: str, tmp_path: Path) -> None:
+def test_only_picks_by_path(uri_published, tmp_path):
     manifest = storage.fetch(
         uri_published, tmp_path / "a", only=lambda path: path.endswith((".bin", "é"))
     )
@@ -43,17 +42,13 @@ def test_only_picks_by_path(uri_published: str, tmp_path: Path) -> None:
     assert (tmp_path / "none").is_dir()
 
 
-def test_a_relative_folder(
-    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_folder(uri_published, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     storage.fetch(uri_published, Path("here"))
     assert content(tmp_path / "here") == FILES
 
 
-def test_an_empty_folder_is_filled_and_an_empty_one_published(
-    uri_published: str, make: Make, place: Place, tmp_path: Path
-) -> None:
+def test_an_empty_folder_is_filled_and_an_empty_one_published(uri_published, make, place, tmp_path):
     (tmp_path / "empty").mkdir()
     storage.fetch(uri_published, tmp_path / "empty")
     assert content(tmp_path / "empty") == FILES
@@ -64,9 +59,7 @@ def test_an_empty_folder_is_filled_and_an_empty_one_published(
 
 
 @EVERY
-def test_what_is_right_is_kept_and_the_rest_is_mended(
-    uri_published: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_right_is_kept_and_the_rest_is_mended(uri_published, place, tmp_path, monkeypatch):
     store = FileStore if isinstance(place, FilePlace) else ObjectStore
     target = tmp_path / "a"
     storage.fetch(uri_published, target)
@@ -77,7 +70,7 @@ def test_what_is_right_is_kept_and_the_rest_is_mended(
     brought = []
     real = store.download
 
-    def download(self: Any, source: str, to: Path) -> None:
+    def download(self, source, to):
         brought.append(source)
         real(self, source, to)
 
@@ -97,9 +90,7 @@ def test_what_is_right_is_kept_and_the_rest_is_mended(
     max_examples=20,
 )
 @given(st.tuples(st.sampled_from(["a.bin", "ü/é"]), st.integers(0, 2**16), st.integers(0, 7)))
-def test_a_flipped_bit_at_the_source_never_arrives(
-    uri_published: str, place: Place, tmp_path: Path, flip: tuple[str, int, int]
-) -> None:
+def test_a_flipped_bit_at_the_source_never_arrives(uri_published, place, tmp_path, flip):
     name, position, bit = flip
     data = bytearray(FILES[name])
     data[position % len(data)] ^= 1 << bit
@@ -110,9 +101,7 @@ def test_a_flipped_bit_at_the_source_never_arrives(
     place.put(storage.join(uri_published, name), FILES[name])
 
 
-def test_a_failure_leaves_the_folder_as_it_was(
-    uri_published: str, place: Place, tmp_path: Path
-) -> None:
+def test_a_failure_leaves_the_folder_as_it_was(uri_published, place, tmp_path):
     target = tmp_path / "a"
     target.mkdir()
     (target / "mine").write_bytes(b"x")
@@ -123,10 +112,8 @@ def test_a_failure_leaves_the_folder_as_it_was(
     assert left_over(tmp_path) == []
 
 
-def test_a_copy_that_goes_wrong_on_the_way_is_found(
-    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def truncate(_: object, __: str, target: Path) -> None:
+def test_a_copy_that_goes_wrong_on_the_way_is_found(uri_published, tmp_path, monkeypatch):
+    def truncate(_, __, target):
         target.write_bytes(b"")
 
     for store in (FileStore, ObjectStore):
@@ -136,15 +123,13 @@ def test_a_copy_that_goes_wrong_on_the_way_is_found(
     assert not (tmp_path / "a").exists()
 
 
-def test_nothing_published(place: Place, tmp_path: Path) -> None:
+def test_nothing_published(place, tmp_path):
     with pytest.raises(storage.NotPublished):
         storage.fetch(place.root, tmp_path / "a")
     assert not (tmp_path / "a").exists()
 
 
-def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(
-    uri_published: str, place: Place, tmp_path: Path
-) -> None:
+def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(uri_published, place, tmp_path):
     manifest = storage.join(uri_published, "MANIFEST.json")
     place.put(manifest, place.get(manifest).replace(b'"b.txt"', b'"../escaped"'))
     with pytest.raises(storage.Corrupt, match=r"'\.\./escaped' is not a path below"):
@@ -156,9 +141,7 @@ def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(
     ("in_the_way", "reason"),
     [("a", "Not a directory"), ("parent", "there is a file where a folder is expected")],
 )
-def test_a_file_in_the_way(
-    uri_published: str, tmp_path: Path, in_the_way: str, reason: str
-) -> None:
+def test_a_file_in_the_way(uri_published, tmp_path, in_the_way, reason):
     (tmp_path / in_the_way).write_bytes(b"mine")
     target = tmp_path / "parent" / "a" if in_the_way == "parent" else tmp_path / "a"
     with pytest.raises(UserError, match=f"cannot fetch .*{reason}"):
@@ -167,20 +150,18 @@ def test_a_file_in_the_way(
     assert left_over(tmp_path) == []
 
 
-def test_a_folder_in_a_files_place(uri_published: str, tmp_path: Path) -> None:
+def test_a_folder_in_a_files_place(uri_published, tmp_path):
     (tmp_path / "a" / "b.txt" / "mine").mkdir(parents=True)
     with pytest.raises(UserError, match="there is a folder where a file is expected"):
         storage.fetch(uri_published, tmp_path / "a")
     assert left_over(tmp_path) == []
 
 
-def test_another_fetch_that_is_done_first_is_no_error(
-    uri_published: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_fetch_that_is_done_first_is_no_error(uri_published, place, tmp_path, monkeypatch):
     store = FileStore if isinstance(place, FilePlace) else ObjectStore
     real = store.download
 
-    def download(self: Any, source: str, to: Path) -> None:
+    def download(self, source, to):
         monkeypatch.setattr(store, "download", real)
         storage.fetch(uri_published, tmp_path / "a")
         real(self, source, to)
@@ -191,10 +172,8 @@ def test_another_fetch_that_is_done_first_is_no_error(
     assert left_over(tmp_path) == []
 
 
-def test_an_error_while_it_appears_is_reported(
-    uri_published: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(source: Path, target: Path) -> None:
+def test_an_error_while_it_appears_is_reported(uri_published, tmp_path, monkeypatch):
+    def fail(source, target):
         raise PermissionError(1, "Operation not permitted", str(source), None, str(target))
 
     monkeypatch.setattr(os, "rename", fail)
@@ -203,9 +182,7 @@ def test_an_error_while_it_appears_is_reported(
     assert left_over(tmp_path) == []
 
 
-def test_what_a_dead_fetch_has_brought_is_not_fetched_again(
-    bucket: BucketPlace, make: Make, tmp_path: Path
-) -> None:
+def test_what_a_dead_fetch_has_brought_is_not_fetched_again(bucket, make, tmp_path):
     uri_published = storage.join(bucket.root, "published")
     storage.publish(make(), uri_published, kind="x")
     dead = ".a.0123456789ab.part"

@@ -4,7 +4,6 @@ import errno
 import os
 import shutil
 from pathlib import Path
-from typing import Any, NoReturn
 
 import pytest
 
@@ -12,7 +11,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import report_errors
 
-from .conftest import Make, left_over, start
+from .conftest import left_over, start
 from .places import content, path_of
 
 PUBLISH_WITHIN_A_LIMIT = """
@@ -37,14 +36,14 @@ except UserError as error:
 """
 
 
-def failing(number: int) -> Any:
-    def fail(*_: object, **__: object) -> NoReturn:
+def failing(number):
+    def fail(*_, **__):
         raise OSError(number, os.strerror(number))
 
     return fail
 
 
-def test_a_limit_on_files_that_the_system_enforces(make: Make, root: str, tmp_path: Path) -> None:
+def test_a_limit_on_files_that_the_system_enforces(make, root, tmp_path):
     uri = storage.join(root, "a")
     source = make(files={"small": b"1", "large": bytes(40_000)})
     storage.publish(source, uri + "-other", kind="x")
@@ -68,9 +67,7 @@ def test_a_limit_on_files_that_the_system_enforces(make: Make, root: str, tmp_pa
     ("name", "number"),
     [("os.fsync", errno.ENOSPC), ("shutil.copyfile", errno.EDQUOT), ("os.rename", errno.EIO)],
 )
-def test_a_disk_that_fails_while_publishing(
-    make: Make, root: str, monkeypatch: pytest.MonkeyPatch, name: str, number: int
-) -> None:
+def test_a_disk_that_fails_while_publishing(make, root, monkeypatch, name, number):
     source, uri = make(), storage.join(root, "a")
     old = storage.join(root, "old")
     manifest = storage.publish(source, old, kind="checkpoint")
@@ -92,9 +89,7 @@ def test_a_disk_that_fails_while_publishing(
 
 
 @pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace")])
-def test_a_disk_that_is_full_while_a_file_is_replaced(
-    root: str, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
-) -> None:
+def test_a_disk_that_is_full_while_a_file_is_replaced(root, monkeypatch, module, name):
     uri = storage.join(root, "a")
     storage.write_bytes(uri, b"old")
     with monkeypatch.context() as patch:
@@ -105,18 +100,16 @@ def test_a_disk_that_is_full_while_a_file_is_replaced(
     assert left_over(path_of(root)) == []
 
 
-def test_all_is_on_the_disk_before_it_shows(
-    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    before: list[int] = []
+def test_all_is_on_the_disk_before_it_shows(make, root, monkeypatch):
+    synced = []
+    before = []
     real_sync, real_rename = os.fsync, os.rename
 
-    def sync(descriptor: int) -> None:
+    def sync(descriptor):
         synced.append(os.fstat(descriptor).st_ino)
         real_sync(descriptor)
 
-    def rename(source: Path, target: Path) -> None:
+    def rename(source, target):
         before.extend(synced)
         real_rename(source, target)
 
@@ -129,12 +122,10 @@ def test_all_is_on_the_disk_before_it_shows(
     assert synced[len(before) :] == [there.parent.stat().st_ino]
 
 
-def test_a_copy_that_differs_from_its_source_is_not_published(
-    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_copy_that_differs_from_its_source_is_not_published(make, root, monkeypatch):
     real = shutil.copyfile
 
-    def copy(source: Path, target: Path) -> None:
+    def copy(source, target):
         real(source, target)
         if target.name == "a.bin":
             target.write_bytes(b"wrong")
@@ -146,13 +137,11 @@ def test_a_copy_that_differs_from_its_source_is_not_published(
     assert list(path_of(root).iterdir()) == []
 
 
-def test_a_source_that_vanishes_is_reported(
-    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_source_that_vanishes_is_reported(make, root, monkeypatch):
     source = make()
     real = shutil.copyfile
 
-    def copy(one: Path, two: Path) -> None:
+    def copy(one, two):
         shutil.rmtree(source, ignore_errors=True)
         real(one, two)
 
@@ -162,7 +151,7 @@ def test_a_source_that_vanishes_is_reported(
 
 
 @pytest.mark.parametrize("below", [(), ("sub",), ("sub", "sub")])
-def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ...]) -> None:
+def test_a_file_in_the_folders_place(make, root, below):
     path_of(root).write_bytes(b"mine")
     uri = storage.join(root, *below)
     remedy = "there is a file where a folder is expected; move it away"
@@ -174,7 +163,7 @@ def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ..
     assert path_of(root).read_bytes() == b"mine"
 
 
-def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
+def test_a_folder_in_the_files_place(make, root):
     uri = storage.join(root, "a")
     storage.publish(make(), uri, kind="x")
     remedy = "there is a folder where a file is expected; move it away"
@@ -185,7 +174,7 @@ def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
     assert storage.verify(uri)
 
 
-def test_no_permission(make: Make, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_permission(make, root, monkeypatch):
     source = make()
     monkeypatch.setattr(Path, "mkdir", failing(errno.EACCES))
     with pytest.raises(UserError, match="Permission denied; make it accessible to this user"):
@@ -202,14 +191,14 @@ def test_no_permission(make: Make, root: str, monkeypatch: pytest.MonkeyPatch) -
         (OSError(errno.EIO, "I/O error", "/hidden", None, "/asked"), "cannot x: /asked: I/O"),
     ],
 )
-def test_errors_are_one_line(error: OSError, message: str) -> None:
+def test_errors_are_one_line(error, message):
     with pytest.raises(UserError) as caught, report_errors("x"):
         raise error
     assert str(caught.value).startswith(message)
     assert caught.value.__cause__ is error
 
 
-def test_other_errors_pass_unchanged() -> None:
+def test_other_errors_pass_unchanged():
     with pytest.raises(ZeroDivisionError), report_errors("x"):
         raise ZeroDivisionError
     with pytest.raises(storage.Missing), report_errors("x"):

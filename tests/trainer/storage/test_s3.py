@@ -2,8 +2,6 @@
 
 import builtins
 import os
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,26 +20,23 @@ from flotilla.trainer.storage.uri import (
 )
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
-from tests.stores.s3_server import S3Server
 
-from .conftest import FILES, Make
+from .conftest import FILES
 from .places import BucketPlace, fetched
 
 
 @pytest.fixture
-def place(s3: S3Server) -> BucketPlace:
+def place(s3):
     """Return a bucket in a store that does not check MD5 sums."""
     return BucketPlace(s3, f"s3://{bucket_name()}")
 
 
-def uri_in(place: BucketPlace) -> str:
+def uri_in(place):
     return storage.join(place.root, "a")
 
 
 @pytest.mark.parametrize("path", [MANIFEST, r"a\.bin"])
-def test_what_arrives_damaged_is_sent_again(
-    make: Make, place: BucketPlace, tmp_path: Path, path: str
-) -> None:
+def test_what_arrives_damaged_is_sent_again(make, place, tmp_path, path):
     place.plan.add(Fault("mangle", method="PUT", path=path, times=2))
     manifest = storage.publish(make(), uri_in(place), kind="x")
     assert place.plan.faults[0].times == 0
@@ -50,9 +45,7 @@ def test_what_arrives_damaged_is_sent_again(
     assert len(place.content(uri_in(place))) == len(FILES) + 1
 
 
-def test_a_manifest_that_always_arrives_damaged_is_not_published(
-    make: Make, place: BucketPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_manifest_that_always_arrives_damaged_is_not_published(make, place, monkeypatch):
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
     place.plan.add(Fault("mangle", method="PUT", path=MANIFEST, times=1000))
     with pytest.raises(storage.Unavailable, match=r"was damaged during the upload"):
@@ -61,25 +54,21 @@ def test_a_manifest_that_always_arrives_damaged_is_not_published(
     assert not storage.is_published(uri_in(place))
 
 
-def test_a_damaged_manifest_goes_also_where_its_removal_fails_at_first(
-    make: Make, place: BucketPlace
-) -> None:
+def test_a_damaged_manifest_goes_also_where_its_removal_fails_at_first(make, place):
     place.plan.add(Fault("mangle", method="PUT", path=MANIFEST))
     place.plan.add(Fault(503, method="DELETE", path=MANIFEST))
     manifest = storage.publish(make(), uri_in(place), kind="x")
     assert storage.verify(uri_in(place)) == manifest
 
 
-def test_a_store_without_md5_is_read_again(
-    make: Make, place: BucketPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_without_md5_is_read_again(make, place, monkeypatch):
     monkeypatch.setattr(s3, "_is_md5", lambda _: False)
     place.plan.add(Fault("mangle", method="PUT", path=MANIFEST))
     manifest = storage.publish(make(), uri_in(place), kind="x")
     assert storage.verify(uri_in(place)) == manifest
 
 
-def test_a_file_that_is_replaced_arrives_whole(place: BucketPlace) -> None:
+def test_a_file_that_is_replaced_arrives_whole(place):
     place.plan.add(Fault("mangle", method="PUT"))
     storage.write_bytes(uri_in(place), b"twelve bytes")
     assert storage.read_bytes(uri_in(place)) == b"twelve bytes"
@@ -91,7 +80,7 @@ EXPIRED = (
 )
 
 
-def test_credentials_that_have_expired_are_one_line(place: BucketPlace) -> None:
+def test_credentials_that_have_expired_are_one_line(place):
     place.plan.add(Fault(400, body=EXPIRED, times=2))
     with pytest.raises(UserError) as error:
         storage.write_bytes(uri_in(place), b"1")
@@ -102,9 +91,7 @@ def test_credentials_that_have_expired_are_one_line(place: BucketPlace) -> None:
     assert "hush" not in line
 
 
-def test_credentials_that_were_renewed_in_their_file_are_used(
-    place: BucketPlace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_credentials_that_were_renewed_in_their_file_are_used(place, monkeypatch, tmp_path):
     profile = tmp_path / "credentials"
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
@@ -112,9 +99,9 @@ def test_credentials_that_were_renewed_in_their_file_are_used(
     text = "[default]\naws_access_key_id={}\naws_secret_access_key=hush-hush\n"
     profile.write_text(text.format("first"))
     s3.client.cache_clear()
-    keys: list[str] = []
+    keys = []
 
-    def before(request: str) -> None:
+    def before(request):
         profile.write_text(text.format("second"))
         keys.append(request)
 
@@ -144,12 +131,12 @@ def test_credentials_that_were_renewed_in_their_file_are_used(
          True),
     ],
 )  # fmt: skip
-def test_endpoints(uri: str, url: str, region: str, path_style: bool) -> None:
+def test_endpoints(uri, url, region, path_style):
     own = Endpoint(url=url, region=region, path_style=path_style, kfp_secret=bool(url))
     assert find_endpoint(locate(uri)) == own
 
 
-def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_names_an_endpoint(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:1")
     assert find_endpoint(locate("minio://bucket/k")).url == "http://one:1"
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two:2")
@@ -157,16 +144,14 @@ def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> N
     assert find_endpoint(locate("minio://bucket/k?endpoint=three:3")).url == "https://three:3"
 
 
-def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("accesskey", "kfp")
     monkeypatch.setenv("secretkey", "hush-hush")
     client.cache_clear()
 
-    def key(endpoint: Endpoint) -> str:
-        credentials: Any = client(0, endpoint)._get_credentials()
+    def key(endpoint):
+        credentials = client(0, endpoint)._get_credentials()
         return credentials.access_key if credentials else ""
 
     assert key(find_endpoint(locate("minio://bucket/k"))) == "kfp"
@@ -186,7 +171,7 @@ def test_the_kfp_secret_is_used_by_stores_that_are_not_amazons(
     client.cache_clear()
 
 
-def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_credentials_at_all(monkeypatch):
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
@@ -196,9 +181,7 @@ def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     client.cache_clear()
 
 
-def test_no_google_credentials(
-    outside_attempts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_google_credentials(outside_attempts, monkeypatch):
     monkeypatch.setenv("NO_GCE_CHECK", "true")
     monkeypatch.setenv("CLOUDSDK_CONFIG", "/nowhere")
     with pytest.raises(UserError, match="gcloud auth application-default login"):
@@ -206,10 +189,10 @@ def test_no_google_credentials(
     assert outside_attempts == []
 
 
-def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_boto3_the_extra_is_named(monkeypatch):
     real = builtins.__import__
 
-    def absent(name: str, *rest: Any) -> Any:
+    def absent(name, *rest):
         if name == "flotilla.trainer.storage.s3":
             raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
         return real(name, *rest)
@@ -235,7 +218,7 @@ def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         ("minio://bucket/k?endpoint=http://me:hush@store", "must not contain credentials"),
     ],
 )
-def test_what_is_no_uri_is_refused(uri: str, reason: str) -> None:
+def test_what_is_no_uri_is_refused(uri, reason):
     with pytest.raises(UserError) as error:
         storage.read_manifest(uri)
     assert reason in str(error.value)

@@ -16,7 +16,7 @@ _names = st.text(
 
 
 @given(st.lists(_names, min_size=1, max_size=4))
-def test_a_path_survives_the_way_to_a_uri_and_back(names: list[str]) -> None:
+def test_a_path_survives_the_way_to_a_uri_and_back(names):
     path = Path("/", *names)
     uri = storage.uri_of(path)
     assert storage.local_path(uri) == path
@@ -26,24 +26,24 @@ def test_a_path_survives_the_way_to_a_uri_and_back(names: list[str]) -> None:
 
 @settings(max_examples=20)
 @given(st.lists(_names, min_size=1, max_size=4), _names)
-def test_join_is_the_slash_of_paths(names: list[str], last: str) -> None:
+def test_join_is_the_slash_of_paths(names, last):
     path = Path("/", *names)
     assert storage.local_path(storage.join(storage.uri_of(path), last)) == path / last
 
 
 @given(st.binary(min_size=1).filter(lambda b: not {0, 47} & set(b) and b not in (b".", b"..")))
-def test_a_name_that_is_not_utf_8_survives(name: bytes) -> None:
+def test_a_name_that_is_not_utf_8_survives(name):
     path = Path("/", os.fsdecode(name))
     assert storage.local_path(storage.uri_of(path)) == path
 
 
-def test_uri_of_makes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_uri_of_makes_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert storage.local_path(storage.uri_of("a/../b")) == tmp_path / "b"
     assert storage.uri_of("//a") == "file:///a"
 
 
-def test_links_stay_as_they_are(tmp_path: Path) -> None:
+def test_links_stay_as_they_are(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
     assert storage.uri_of(tmp_path / "link").endswith("/link")
@@ -61,7 +61,7 @@ def test_links_stay_as_they_are(tmp_path: Path) -> None:
         ("minio://b/p?endpoint=h:9&disableSSL=true", ("x",), "minio://b/p/x?endpoint=h:9&disableSSL=true"),
     ],
 )  # fmt: skip
-def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
+def test_join(uri, parts, expected):
     assert storage.join(uri, *parts) == expected
 
 
@@ -70,14 +70,14 @@ def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
     ["file:///a", "file:///a%20b", "gs://bucket", "gs://bucket/k",
      "minio://bucket?endpoint=a:1", "minio://bucket/p?endpoint=http://h:9&disableSSL=true"],
 )  # fmt: skip
-def test_the_parent_is_what_a_name_was_joined_to(uri: str) -> None:
+def test_the_parent_is_what_a_name_was_joined_to(uri):
     for name in ("x", "a b", "ü é", "what?", "?endpoint=x", "100%", "100%25", "%3F", "#"):
         below = storage.join(uri, name)
         assert (storage.parent_of(below), storage.name_of(below)) == (uri, name)
 
 
 @pytest.mark.parametrize("part", ["", "/a", "a/", "a//b", "..", "a/../b", "."])
-def test_join_does_not_climb(part: str) -> None:
+def test_join_does_not_climb(part):
     with pytest.raises(UserError, match="is not a plain name"):
         storage.join("file:///a", part)
 
@@ -91,25 +91,25 @@ def test_join_does_not_climb(part: str) -> None:
         ("file:///100%", "/100%"),
     ],
 )
-def test_local_path(uri: str, path: str) -> None:
+def test_local_path(uri, path):
     assert storage.local_path(uri) == Path(path)
 
 
 @pytest.mark.parametrize("uri", ["gs://b/x", "s3://b/x", "minio://b/x"])
-def test_other_stores_have_no_local_path(uri: str) -> None:
+def test_other_stores_have_no_local_path(uri):
     assert storage.local_path(uri) is None
 
 
 @pytest.mark.parametrize(
     "uri", ["", "runs/a", "/runs/a", "file://", "http://h/x", "file:/a", "://x", "FILE:///a"]
 )
-def test_what_is_no_uri(uri: str) -> None:
+def test_what_is_no_uri(uri):
     with pytest.raises(UserError, match="is not a storage URI; write it as file:///path"):
         find_scheme(uri)
 
 
 @pytest.mark.parametrize("uri", ["file://host/a", "file://a", "file:///a%00b"])
-def test_what_is_no_file_uri(uri: str) -> None:
+def test_what_is_no_file_uri(uri):
     with pytest.raises(UserError, match="write it as file:///absolute/path"):
         storage.local_path(uri)
 

@@ -22,7 +22,7 @@ from flotilla.trainer.telemetry.metrics import RunMetrics, export_metrics, serve
 from tests.conftest import ROOT
 
 
-def parsed(text: str) -> dict[tuple[str, ...], float]:
+def parsed(text):
     """Return the samples, keyed by name and label values."""
     return {
         (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
@@ -31,7 +31,7 @@ def parsed(text: str) -> dict[tuple[str, ...], float]:
     }
 
 
-def scrape(port: int, host: str = "127.0.0.1") -> dict[tuple[str, ...], float]:
+def scrape(port, host="127.0.0.1"):
     with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         return parsed(answer.read().decode())

@@ -1,7 +1,6 @@
 """Tests the TensorBoard files of a run: metrics at their steps, configuration and profile."""
 
 import resource
-from pathlib import Path
 
 import pytest
 import tensorflow as tf
@@ -24,14 +23,14 @@ from flotilla.trainer.training.loop import Pace
 from tests.trainer.counting import Counting, Run
 
 
-def loaded(logs: Path) -> EventMultiplexer:
+def loaded(logs):
     """Return a folder's data as `tensorboard --logdir` reads it."""
     found = EventMultiplexer().AddRunsFromDirectory(str(logs))
     found.Reload()
     return found
 
 
-def scalars(logs: Path) -> list[tuple[str, int, str, float]]:
+def scalars(logs):
     """Return every value with its run, step and tag."""
     view = loaded(logs)
     return sorted(
@@ -43,7 +42,7 @@ def scalars(logs: Path) -> list[tuple[str, int, str, float]]:
     )
 
 
-def hyperparameters(logs: Path, run: str) -> tuple[str, dict[str, object]]:
+def hyperparameters(logs, run):
     summary = loaded(logs).SummaryMetadata(run, metadata.SESSION_START_INFO_TAG)
     info = metadata.parse_session_start_info_plugin_data(summary.plugin_data.content)
     values = {name: getattr(each, each.WhichOneof("kind")) for name, each in info.hparams.items()}
