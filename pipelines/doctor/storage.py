@@ -12,17 +12,9 @@ from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.storage import uri
 from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
 from flotilla.trainer.storage.store import Trouble
-from flotilla.trainer.storage.uri import (
-    BOTO_KEYS,
-    KFP_KEYS,
-    KFP_SECRET,
-    Location,
-    find_endpoint,
-    locate,
-    speaks_s3,
-)
 
 _LOGINS = {
     "gs": "gcloud auth application-default login",
@@ -68,7 +60,7 @@ def signatures(root: str, name: str) -> Finding:
 
 def _describe_unfit(root: str, unfit: Unfit) -> str:
     actions = ", ".join(unfit.actions)
-    home = root if storage.local_path(root) else locate(root).home
+    home = root if storage.local_path(root) else uri.locate(root).home
     if unfit.trouble == Trouble.NO_BUCKET.name:
         return f"there is no bucket {home}"
     if unfit.trouble == Trouble.NO_CREDENTIALS.name:
@@ -85,7 +77,7 @@ def find_remedy(root: str, trouble: str) -> str:
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
-    location = locate(root)
+    location = uri.locate(root)
     if trouble == Trouble.NO_CREDENTIALS.name:
         return _LOGINS[location.scheme]
     return (
@@ -93,7 +85,7 @@ def find_remedy(root: str, trouble: str) -> str:
     )
 
 
-def _gcs_remedy(location: Location, trouble: str) -> str:
+def _gcs_remedy(location: uri.Location, trouble: str) -> str:
     if trouble == Trouble.NO_BUCKET.name:
         return f"gcloud storage buckets create {location.home}"
     if trouble == Trouble.DENIED.name:
@@ -104,8 +96,8 @@ def _gcs_remedy(location: Location, trouble: str) -> str:
     return f"gcloud storage ls {location.home}"
 
 
-def _s3_remedy(location: Location, trouble: str) -> str:
-    url = find_endpoint(location).url
+def _s3_remedy(location: uri.Location, trouble: str) -> str:
+    url = uri.find_endpoint(location).url
     at = f" --endpoint-url {url}" if url else ""
     if trouble == Trouble.NO_BUCKET.name:
         return f"aws s3 mb s3://{location.bucket}{at}"
@@ -119,7 +111,7 @@ def _s3_remedy(location: Location, trouble: str) -> str:
 
 
 # A complete pair of keys. The third key, a session token, is optional.
-_PAIR = frozenset(BOTO_KEYS[:2])
+_PAIR = frozenset(uri.BOTO_KEYS[:2])
 
 
 def opens(cluster: Cluster, config: Config) -> Finding:
@@ -127,19 +119,19 @@ def opens(cluster: Cluster, config: Config) -> Finding:
     where, lacking = cluster.namespace, "does not have both keys for this store"
     pairs = [_PAIR]
     root = config.storage.root
-    if speaks_s3(root) and find_endpoint(locate(root)).kfp_secret:
-        pairs.append(frozenset(KFP_KEYS))
+    if uri.speaks_s3(root) and uri.find_endpoint(uri.locate(root)).kfp_secret:
+        pairs.append(frozenset(uri.KFP_KEYS))
     try:
-        data = cluster.api.read(f"/api/v1/namespaces/{where}/secrets/{KFP_SECRET}").get("data")
+        data = cluster.api.read(f"/api/v1/namespaces/{where}/secrets/{uri.KFP_SECRET}").get("data")
     except RefusedError as error:
         if not error.is_missing:
             raise
         data, lacking = None, "does not exist"
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
-        return Finding("ok", KFP_SECRET)
+        return Finding("ok", uri.KFP_SECRET)
     message = (
-        f"the secret {KFP_SECRET} {lacking}: the pods can use the store only through a role of "
+        f"the secret {uri.KFP_SECRET} {lacking}: the pods can use the store only through a role of "
         "their service account"
     )
-    return Finding("warn", message, f"kubectl get secret {KFP_SECRET} --namespace {where}")
+    return Finding("warn", message, f"kubectl get secret {uri.KFP_SECRET} --namespace {where}")

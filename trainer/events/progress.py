@@ -182,8 +182,7 @@ class Work:
     def add(self, done: int, size: float = 0.0) -> None:
         """Add `done` completed units, which have the total size `size`.
 
-        Raises:
-            InterruptedError: the work was canceled, and no caller waits for the rest.
+        Raises `InterruptedError` if the work was canceled, and no caller waits for the rest.
         """
         with self._lock:
             if self._is_given_up:

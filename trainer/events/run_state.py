@@ -24,10 +24,7 @@ _Kind = TypeVar("_Kind", bound=Event)
 
 @dataclass(kw_only=True)
 class StepTry:
-    """One attempt at a step. `start` is the number of the run's start to which it belongs.
-
-    `end` is None while the attempt is running.
-    """
+    """One attempt at a step, in the run's start number `start`. `end` is None while it runs."""
 
     step: str
     began: float

@@ -42,16 +42,10 @@ class Checked:
 def check(
     config: Config, dataset: str = "", *, is_remote: bool = False, seconds: float = fitting.SECONDS
 ) -> Checked:
-    """Check a configuration, its data source and its model.
+    """Check a configuration, its data source and its model. Raises `ConfigError`.
 
-    Args:
-        config: the configuration.
-        dataset: URI of the prepared dataset, or empty.
-        is_remote: whether the steps run on other machines, which may have access to other stores.
-        seconds: time limit for trying the model.
-
-    Raises:
-        ConfigError: the configuration has a mistake. The message names its location and a fix.
+    `dataset` is the URI of the prepared dataset, or empty. With `is_remote`, the steps run on other
+    machines, which may have access to other stores. The model is tried for at most `seconds`.
     """
     if not is_remote and config.cluster.launcher == "local":
         require_gpus(config)
@@ -86,11 +80,7 @@ def require_program(config: Config) -> None:
 
 
 def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, ...]:
-    """Require the files and columns that `data` names, and return notes about what was not checked.
-
-    Raises:
-        ConfigError: files or columns are missing.
-    """
+    """Raise `ConfigError` if files or columns are missing. Return what was not checked."""
     # Skip the check: the run that created this dataset version already checked the source.
     if not data.source or data.version:
         return ()

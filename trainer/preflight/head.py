@@ -69,10 +69,8 @@ class FewFiles:
 def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
     """Return a sample of the files of a source, evenly spaced in the listing.
 
-    For large local CSV files, only the start is copied to `scratch` and used.
-
-    Raises:
-        UserError: the format of the files cannot be inferred.
+    For large local CSV files, only the start is copied to `scratch` and used. Raises `UserError` if
+    the format of the files cannot be inferred.
     """
     pieces = choose_reader(config, found.files, scratch, found.hidden)
     files = _sample_folders(pieces.files) if pieces.is_listing else _spread(pieces.files)

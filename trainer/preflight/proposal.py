@@ -76,10 +76,9 @@ class Proposal:
 
 
 def is_source(given: str | Path) -> bool:
-    """Return whether a command-line argument names data files rather than a configuration file.
+    """Return whether an argument names data files or, if not, a configuration file.
 
-    Raises:
-        ConfigError: it names neither.
+    Raises `ConfigError` if it names neither.
     """
     text, path = str(given), Path(given)
     # Unlike `Path`, the functions of `os.path` accept a name that is too long for the system.
@@ -103,8 +102,7 @@ def is_source(given: str | Path) -> bool:
 def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = ()) -> Proposal:
     """Return the proposed configuration for data files. `settings` override the proposed values.
 
-    Raises:
-        ConfigError: the files or a column do not exist.
+    Raises `ConfigError` if the files or a column do not exist.
     """
     from flotilla.trainer.preflight.head import examine  # noqa: PLC0415
 

@@ -63,8 +63,7 @@ class _DoubtfulError(UserError):
 def publish_sample(config: DataConfig, scratch: Path) -> Sample:
     """Publish a dataset of the first rows of a source below `scratch`.
 
-    Raises:
-        ConfigError: the configuration does not fit the source, or rows are invalid.
+    Raises `ConfigError` if the configuration does not fit the source, or rows are invalid.
     """
     if not (config.source or config.map):
         return Sample(by_builder=True)

@@ -50,10 +50,7 @@ _FOLDERS = ("checkpoints", "model", "logs", "metrics")
 
 
 class TaskFolders:
-    """The folders of one task.
-
-    The program writes to `checkpoints`, `model`, `logs` and `metrics`.
-    """
+    """The folders of a task. The program writes to `checkpoints`, `model`, `logs` and `metrics`."""
 
     def __init__(self, *, folder: Path) -> None:
         """Store the folder of the task, without creating anything."""

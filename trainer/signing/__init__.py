@@ -50,10 +50,8 @@ class UnsignedError(UserError):
 def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
     """If a private key is configured, sign all files below `folder` and return true.
 
-    `fields` are the manifest fields that the files are published with.
-
-    Raises:
-        ConfigError: the key is unusable, or the extra `signing` is not installed.
+    `fields` are the manifest fields that the files are published with. Raises `ConfigError` if the
+    key is unusable, or the extra `signing` is not installed.
     """
     signature = folder / SIGNATURE
     # Remove an earlier signature, which covers the original files.
@@ -77,11 +75,7 @@ def verify(uri: str, scratch: Path | None = None) -> Manifest:
     """Verify a published model as a server would load it, and return its manifest.
 
     The model must have exactly the files in its manifest, undamaged, and a valid signature if a
-    public key is configured.
-
-    Args:
-        uri: URI of the model.
-        scratch: local folder for a temporary copy; defaults to the system's temporary folder.
+    public key is configured. `scratch` is the local folder for a temporary copy.
 
     Raises:
         Corrupt: a file is damaged, or is not in the manifest.
@@ -163,10 +157,8 @@ def _unnamed_error(uri: str, path: str) -> Corrupt:
 def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
     """Verify the signature of a local copy of a model. Return false if no public key is configured.
 
-    Args:
-        folder: all files of the model except `MANIFEST.json`.
-        fields: the fields of the manifest.
-        where: the location of the model, for error messages.
+    `folder` has all files of the model except `MANIFEST.json`, which has these `fields`. `where` is
+    the location of the model, for error messages.
     """
     key = _key(PUBLIC_KEY)
     if key is None:
@@ -260,13 +252,9 @@ def _package() -> Any:
 
 
 def write_provenance(folder: Path, name: str, lineage: Mapping[str, Any], created: str) -> None:
-    """Write the provenance statement about all files below `folder`.
+    """Write the provenance statement about all files below `folder`, a version of a model.
 
-    Args:
-        folder: the files of the version.
-        name: the name of the model.
-        lineage: the lineage in the version's manifest.
-        created: the time when the exported model was published.
+    `lineage` is in the version's manifest. `created` is when the exported model was published.
     """
     (folder / PROVENANCE).unlink(missing_ok=True)
     tree = _statement(_subjects(folder), name, lineage, created)

@@ -8,8 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 import requests
 import urllib3
@@ -40,39 +39,28 @@ from flotilla.trainer.storage.store import (
 from flotilla.trainer.storage.uri import web_address
 
 _TRANSIENT = (
-    ConnectionError,
-    TimeoutError,
-    requests.ConnectionError,
-    requests.Timeout,
-    requests.exceptions.ChunkedEncodingError,
-    requests.exceptions.ContentDecodingError,
-    urllib3.exceptions.HTTPError,
-    media.DataCorruption,
-    DamagedInTransitError,
-)
+    ConnectionError, TimeoutError, requests.ConnectionError, requests.Timeout,
+    requests.exceptions.ChunkedEncodingError, requests.exceptions.ContentDecodingError,
+    urllib3.exceptions.HTTPError, media.DataCorruption, DamagedInTransitError,
+)  # fmt: skip
 _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
-    401: Trouble.NO_CREDENTIALS,
-    403: Trouble.DENIED,
-    404: Trouble.ABSENT,
-    412: Trouble.EXISTS,
-}
+    401: Trouble.NO_CREDENTIALS, 403: Trouble.DENIED, 404: Trouble.ABSENT, 412: Trouble.EXISTS,
+}  # fmt: skip
 _FIELDS = "name,size,crc32c,timeCreated,metadata"
 
 
 class GcsBucket:
     """One bucket of Google Cloud Storage."""
 
-    remedies: Mapping[Trouble, str] = MappingProxyType(
-        {
-            Trouble.DENIED: "give this account roles/storage.objectAdmin on the bucket",
-            Trouble.NO_CREDENTIALS: (
-                "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
-                "or use workload identity"
-            ),
-            Trouble.NO_TLS: "set REQUESTS_CA_BUNDLE to the certificate of the store's CA",
-        }
-    )
+    remedies: ClassVar[Mapping[Trouble, str]] = {
+        Trouble.DENIED: "give this account roles/storage.objectAdmin on the bucket",
+        Trouble.NO_CREDENTIALS: (
+            "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
+            "or use workload identity"
+        ),
+        Trouble.NO_TLS: "set REQUESTS_CA_BUNDLE to the certificate of the store's CA",
+    }
 
     def __init__(self, name: str, retry: Retrying) -> None:
         """Use the application default credentials, or no credentials with STORAGE_EMULATOR_HOST."""

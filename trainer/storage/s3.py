@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from functools import cache, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import boto3
 import google_crc32c
@@ -59,16 +58,10 @@ _ANSWERED = {
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
 # These classes have no common base: botocore's connection errors do not derive from Python's.
 _TRANSIENT = (
-    boto.EndpointConnectionError,
-    boto.ConnectTimeoutError,
-    boto.ProxyConnectionError,
-    boto.HTTPClientError,
-    boto.IncompleteReadError,
-    urllib3.exceptions.HTTPError,
-    ConnectionError,
-    TimeoutError,
-    DamagedInTransitError,
-)
+    boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError,
+    boto.HTTPClientError, boto.IncompleteReadError, urllib3.exceptions.HTTPError, ConnectionError,
+    TimeoutError, DamagedInTransitError,
+)  # fmt: skip
 _TRANSIENT_ERRORS = {
     "BadDigest", "ConditionalRequestConflict", "InternalError", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
@@ -76,47 +69,41 @@ _TRANSIENT_ERRORS = {
 }  # fmt: skip
 _TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
-    "NoSuchBucket": Trouble.NO_BUCKET,
-    "NoSuchKey": Trouble.ABSENT,
-    # An earlier request completed the upload, but its response was lost.
-    "NoSuchUpload": Trouble.EXISTS,
-    "404": Trouble.ABSENT,
-    "PreconditionFailed": Trouble.EXISTS,
-    "412": Trouble.EXISTS,
-    "InvalidAccessKeyId": Trouble.NO_CREDENTIALS,
-    "SignatureDoesNotMatch": Trouble.NO_CREDENTIALS,
-    "InvalidToken": Trouble.NO_CREDENTIALS,
-    "ExpiredToken": Trouble.EXPIRED,
-    "ExpiredTokenException": Trouble.EXPIRED,
-    "TokenRefreshRequired": Trouble.EXPIRED,
-    "AccessDenied": Trouble.DENIED,
-    "403": Trouble.DENIED,
+    code: trouble
+    for trouble, codes in {
+        Trouble.NO_BUCKET: ("NoSuchBucket",),
+        Trouble.ABSENT: ("NoSuchKey", "404"),
+        # No such upload: an earlier request completed it, but its response was lost.
+        Trouble.EXISTS: ("NoSuchUpload", "PreconditionFailed", "412"),
+        Trouble.NO_CREDENTIALS: ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken"),
+        Trouble.EXPIRED: ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"),
+        Trouble.DENIED: ("AccessDenied", "403"),
+    }.items()
+    for code in codes
 }
 
 
 class S3Bucket:
     """One bucket of S3 or of an S3-compatible store."""
 
-    remedies: Mapping[Trouble, str] = MappingProxyType(
-        {
-            Trouble.DENIED: (
-                "allow s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
-                "s3:ListBucket on the bucket"
-            ),
-            Trouble.NO_CREDENTIALS: (
-                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the "
-                "service account"
-            ),
-            Trouble.EXPIRED: (
-                "renew them (aws sso login, or a new AWS_SESSION_TOKEN), or use a role, which is "
-                "renewed automatically"
-            ),
-            Trouble.NO_TLS: (
-                "for a store without TLS, write http:// in the endpoint; otherwise, set "
-                "AWS_CA_BUNDLE to the certificate of the store's CA"
-            ),
-        }
-    )
+    remedies: ClassVar[Mapping[Trouble, str]] = {
+        Trouble.DENIED: (
+            "allow s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
+            "s3:ListBucket on the bucket"
+        ),
+        Trouble.NO_CREDENTIALS: (
+            "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the "
+            "service account"
+        ),
+        Trouble.EXPIRED: (
+            "renew them (aws sso login, or a new AWS_SESSION_TOKEN), or use a role, which is "
+            "renewed automatically"
+        ),
+        Trouble.NO_TLS: (
+            "for a store without TLS, write http:// in the endpoint; otherwise, set "
+            "AWS_CA_BUNDLE to the certificate of the store's CA"
+        ),
+    }
 
     def __init__(self, name: str, endpoint: Endpoint, retry: Retrying) -> None:
         """Use an endpoint with boto3's credential chain, or with the keys of KFP's secret."""

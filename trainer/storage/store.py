@@ -142,10 +142,7 @@ class DamagedInTransitError(Exception):
 
 
 def list_pages(page: Callable[[str | None], tuple[list[Result], str | None]]) -> Iterator[Result]:
-    """Yield the entries of a paged listing. `page` returns a page and the token of the next one.
-
-    Raises `DamagedInTransitError` if the listing does not end.
-    """
+    """Yield the entries of a paged listing. `page` returns a page and the token of the next one."""
     seen, empty, token = set[str](), 0, None
     while True:
         found, token = page(token)

@@ -90,10 +90,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """The result of a dry run: features, task, reason for the task, and number of parameters.
-
-    `notes` are hints from the first rows.
-    """
+    """The result of a dry run. `why` explains the task. `notes` are hints from the first rows."""
 
     model: str
     inputs: dict[str, str]

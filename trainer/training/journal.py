@@ -40,13 +40,9 @@ INPUT_POSITION = "input_position"
 KEY = "training.callbacks"
 # The hooks that training calls. Keras also has batch hooks and prediction hooks.
 CALLED = (
-    "on_train_begin",
-    "on_train_end",
-    "on_epoch_begin",
-    "on_epoch_end",
-    "on_test_begin",
+    "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_test_begin",
     "on_test_end",
-)
+)  # fmt: skip
 _KERAS_PREFIX = "val_"
 
 _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds", "epoch")

@@ -1,14 +1,16 @@
-"""Tests programs under the local launcher: exits, restarts, checkpoints and leftovers."""
+"""Tests programs under the local launcher: exits, restarts, checkpoints and misbehaviour."""
 
 import os
+import shutil
 import signal
 import threading
 
 import pytest
 
 from flotilla.trainer import storage
+from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.cluster import completion
-from flotilla.trainer.cluster.local import free_port
+from flotilla.trainer.cluster.local import free_port, launch
 from flotilla.trainer.program.agent import judge_end
 from flotilla.trainer.program.publication import find_published
 from flotilla.trainer.runtime.errors import (
@@ -17,6 +19,7 @@ from flotilla.trainer.runtime.errors import (
     RunInterruptedError,
     UserError,
 )
+from tests.stores.fixtures import bucket_name
 from tests.trainer.program.runs import COUNT, COUNTS, make_job, published_steps
 
 
@@ -251,3 +254,114 @@ os._exit(200)"""
     assert begun_at(job) == [0, 3]
     assert published_steps(job)[-1] == 6
     assert not list((job.workdir / "chief-0" / "checkpoints").glob("ckpt-9*"))
+
+
+FORKS = """
+import os, time
+for own in (False, True):
+    if os.fork() == 0:
+        own and os.setsid()
+        time.sleep(600)
+"""
+FULL = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+with open(os.environ["FLOTILLA_CHECKPOINTS"] + "/ckpt-9.index", "wb") as file:
+    file.write(bytes(2 << 20))
+"""
+BUSY = """
+import socket
+first, second = socket.socket(), socket.socket()
+first.bind(("127.0.0.1", 0))
+second.bind(first.getsockname())
+"""
+FIFO = 'import os\nos.mkfifo(os.environ["FLOTILLA_MODEL"] + "/a.keras")\n'
+LINKS = """
+import os
+folder = os.environ["FLOTILLA_MODEL"] + "/"
+os.symlink("/etc", folder + "1")
+os.symlink("/etc/hostname", folder + "saved_model.pb")
+"""
+EVALUATE = {"after_training": "evaluate"}
+ASK = "import argparse; argparse.ArgumentParser().parse_args()"
+REFUSED = {
+    "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* is empty"),
+    "forks": (FORKS, EVALUATE, "saved no model"),
+    "needs a package": ("import no_such_package", {}, "No module named 'no_such_package'"),
+    "wrong flag": (ASK, {}, "exit code 2.*unrecognized arguments: 3"),
+    "fails": ("import sys; sys.exit(7)", {}, "exit code 7; it printed nothing"),
+    "absent command": ("", {"command": ["no-such"]}, "cannot start no-such: No such file"),
+    "absent folder": ("", {"working_dir": "no-such"}, "program.working_dir: there is no folder"),
+    "no words": ("", {"command": ["/"]}, "cannot start /: Permission denied"),
+    "a file over its limit": (FULL, {}, "File too large"),
+    "a port that is taken": (BUSY, {}, "Address already in use"),
+    "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
+    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
+}  # fmt: skip
+CORRUPT = """
+import os, sys
+with open(os.environ["FLOTILLA_METRICS"], "wb") as file:
+    file.write(b'\\xff\\x00{"step": \\n[1]\\n{"step": "a"}\\n{"step": -1}\\n{"step": 1e400}\\n{"st')
+"""
+EVERYWHERE = "import socket\nopened = socket.socket()\nopened.bind(('', 0))\nopened.listen()\n"
+WRITES = "open('left-behind.txt', 'w').write('x')\n"
+# This program writes invalid metrics, listens on all interfaces, leaves a file in its working
+# directory and prints nothing. None of these is an error.
+ODD = CORRUPT + EVERYWHERE + WRITES + COUNT.replace("print(", "(lambda *_, **__: None)(")
+
+
+@cluster
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_in_one_line(launched, tmp_path, name):
+    text, own, said = REFUSED[name]
+    job = make_job(tmp_path, text, "3", program=own)
+    with pytest.raises(UserError, match=said) as error:
+        launched(job)
+    assert "\n" not in str(error.value)
+
+
+@cluster
+def test_one_that_says_nothing_and_listens_everywhere_ends_well(launched, tmp_path):
+    job = make_job(tmp_path, ODD, "3", program={"working_dir": str(tmp_path)})
+    launched(job)
+    assert published_steps(job)[-1] == 3
+
+
+@cluster
+def test_one_that_kills_its_guard_is_given_up_after_the_restarts(launched, tmp_path):
+    kills = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+    job = make_job(tmp_path, kills, cluster={"max_restarts": 1})
+    with pytest.raises(UserError, match=r"cluster\.max_restarts") as error:
+        launched(job)
+    assert "\n" not in str(error.value)
+
+
+# A program that always fails after step 3, unless a certain file exists.
+FAILS = COUNT.replace(
+    "    save(step)\nmodel",
+    "    save(step)\n    step == 3 and not os.path.exists(sys.argv[2]) and sys.exit(3)\nmodel",
+)
+
+
+@cluster
+def test_a_run_is_resumed_from_an_object_store(tmp_path, s3):
+    bucket = bucket_name()
+    s3.create_bucket(bucket)
+    checkpoints = f"s3://{bucket}/run/checkpoints"
+
+    may = tmp_path / "may"
+    job = make_job(tmp_path, FAILS, "6", str(may), at=checkpoints, training={"keep": 2})
+    with pytest.raises(UserError, match="exit code 3"):
+        launch(job)
+    assert published_steps(job)[-1] == 3
+    may.touch()
+    # A different machine has no local files of the first one.
+    shutil.rmtree(job.workdir)
+    launch(job)
+    assert "begins at 3" in (job.workdir / "chief-0" / "log.txt").read_text()
+    uri, step = find_published(checkpoints)
+    assert step == 6
+    assert storage.read_file(uri, "model/a.txt") == b"model"
+    assert storage.verify(uri).fields["program"]["checkpoint"]
+    assert completion.is_over(job)
+    assert read_history(checkpoints)[-1]["global_step"] == 6

@@ -1,13 +1,18 @@
-"""Tests which rows the journal of an attempt keeps, and which events it emits."""
+"""Tests the rows and events of an attempt's journal, and Keras callbacks in the outer loop."""
 
 from pathlib import Path
 
+import keras
 import pytest
+import tensorflow as tf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
-from flotilla.trainer.training.journal import MAX_ROWS, Journal
-from tests.trainer.counting import config_of
+from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.training.journal import CALLED, MAX_ROWS, Callbacks, Journal, check_callbacks
+from tests.trainer.counting import Counting, config_of
 from tests.trainer.telemetry.test_tensorboard import hyperparameters, scalars
 
 
@@ -85,3 +90,163 @@ def test_progress_says_how_many_epochs_it_is_of(checkpoints, monkeypatch):
     begin, progress = said
     assert (begin.steps, begin.epochs) == (20, 2.5)
     assert (progress.epoch, progress.epochs, progress.seconds_left) == (1.5, 2.5, 2.0)
+
+
+calls = []
+
+
+class Recorder(keras.callbacks.Callback):
+    """Records every hook that is called."""
+
+
+def _recording(hook):
+    def record(self, *args, logs=None):
+        calls.append((hook, *args, logs))
+        assert self.params["steps"] == 10
+
+    return record
+
+
+for _hook in CALLED:
+    setattr(Recorder, _hook, _recording(_hook))
+
+
+class StopsAtTwenty(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002
+        self.model.stop_training = logs["global_step"] >= 20
+
+
+class Summaries(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002
+        tf.summary.scalar("doubled", 2 * logs["val_loss"])
+
+
+class OfBatches(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002
+        raise AssertionError("never called")
+
+
+class ReadsWeights(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):  # noqa: ARG002
+        self.model.get_weights()
+
+
+class Fails(keras.callbacks.Callback):
+    def on_test_end(self, logs=None):  # noqa: ARG002
+        raise KeyError("no such column")
+
+
+class NeedsArguments(keras.callbacks.Callback):
+    def __init__(self, path):  # noqa: ARG002
+        super().__init__()
+
+
+class BestLoss(keras.callbacks.EarlyStopping):
+    def __init__(self):
+        super().__init__(monitor="val_loss", patience=1)
+
+
+def loss_of(strategy):
+    return {"loss": 1 / strategy.global_step()}
+
+
+def named(*classes):
+    return [f"{__name__}:{each.__name__}" for each in classes]
+
+
+@pytest.fixture(autouse=True)
+def no_calls():
+    calls.clear()
+
+
+def test_a_validation_ends_an_epoch(run):
+    run.train(steps=25, validate=loss_of, callbacks=named(Recorder))
+    hooks = [(hook, *args) for hook, *args, _ in calls]
+    epoch = [("on_test_begin",), ("on_test_end",)]
+    assert hooks == [
+        ("on_train_begin",),
+        *[("on_epoch_begin", 0), *epoch, ("on_epoch_end", 0)],
+        *[("on_epoch_begin", 1), *epoch, ("on_epoch_end", 1)],
+        *[("on_epoch_begin", 2), *epoch, ("on_epoch_end", 2)],
+        ("on_train_end",),
+    ]
+    measured = [logs for hook, *_, logs in calls if hook == "on_test_end"]
+    assert measured == [{"loss": 1 / step} for step in (10, 20, 25)]
+    *_, last = [logs for hook, *_, logs in calls if hook == "on_epoch_end"]
+    assert (last["global_step"], last["loss"], last["val_loss"]) == (25, 1.0, 1 / 25)
+
+
+def test_training_without_validations_is_one_epoch(run):
+    run.train(steps=25, validate_every=0, checkpoint_every=10, callbacks=named(StopsAtTwenty))
+    assert run.steps()[-1] == 25
+
+
+def test_a_resumed_attempt_goes_on_with_its_epoch(run):
+    run.train(steps=20, validate=loss_of)
+    run.train(steps=30, validate=loss_of, callbacks=named(Recorder))
+    assert [args for hook, *args, _ in calls if "epoch" in hook] == [[2], [2]]
+
+
+def test_a_callback_ends_training_with_a_checkpoint(run):
+    assert run.train(steps=100, validate=loss_of, callbacks=named(StopsAtTwenty)) == 20
+    assert run.steps()[-1] == 20
+
+
+def test_early_stopping_of_keras_itself(run):
+    def rises(strategy):
+        return {"loss": float(strategy.global_step())}
+
+    assert run.train(steps=100, validate=rises, callbacks=named(BestLoss)) == 20
+
+
+def test_a_callback_writes_summaries_into_the_logs_of_the_run(run):
+    run.train(steps=20, validate=loss_of, callbacks=named(Summaries))
+    [folder] = (run.folder / "checkpoints" / "logs").glob("*/callbacks")
+    board = EventAccumulator(str(folder)).Reload()
+    found = {
+        each.step: tf.make_ndarray(each.tensor_proto).item() for each in board.Tensors("doubled")
+    }
+    assert found == {10: pytest.approx(0.2), 20: pytest.approx(0.1)}
+
+
+def test_a_task_that_does_not_publish_calls_none(run):
+    class Follower(Counting):
+        publishes = False
+
+    run.train(Follower(), steps=20, validate=loss_of, callbacks=named(Recorder))
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("callback", "message"),
+    [
+        ("nowhere_at_all:Thing", "training.callbacks: cannot import nowhere_at_all"),
+        (f"{__name__}:Record", "has no Callback 'Record'; did you mean 'Recorder'"),
+        (f"{__name__}:loss_of", "is not a class derived from keras.callbacks.Callback"),
+        (named(OfBatches)[0], "OfBatches has on_train_batch_end, which is never called"),
+        ("keras.callbacks:ModelCheckpoint", "ModelCheckpoint has on_train_batch_end"),
+    ],
+)
+def test_a_callback_that_cannot_work_is_refused_before_training(callback, message):
+    with pytest.raises(ConfigError) as refused:
+        check_callbacks(TrainingConfig(callbacks=(callback,)))
+    assert message in str(refused.value)
+
+
+def test_a_check_creates_no_callback():
+    check_callbacks(TrainingConfig(callbacks=tuple(named(NeedsArguments))))
+    with pytest.raises(UserError, match=r"NeedsArguments\.__init__ raised TypeError: .*'path'"):
+        Callbacks(TrainingConfig(callbacks=tuple(named(NeedsArguments))), publishes=True)
+
+
+def test_the_weights_of_a_strategy_are_refused_by_name(run):
+    with pytest.raises(UserError, match=r"a callback uses model\.get_weights"):
+        run.train(steps=20, validate=loss_of, callbacks=named(ReadsWeights))
+
+
+def test_an_error_of_a_callback_is_one_line_with_its_place(run):
+    with pytest.raises(UserError) as failed:
+        run.train(steps=20, validate=loss_of, callbacks=named(Fails))
+    assert "Fails.on_test_end raised KeyError: 'no such column'" in str(failed.value)
+    assert "\n" not in str(failed.value)
+    assert run.steps() == [0]

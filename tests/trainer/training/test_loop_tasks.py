@@ -120,7 +120,7 @@ def test_a_stop_request_to_one_stops_all(run, asked):
 
 
 def test_a_callback_of_the_task_that_publishes_stops_all(run):
-    callback = "tests.trainer.training.test_journal_callbacks:StopsAtTwenty"
+    callback = "tests.trainer.training.test_journal:StopsAtTwenty"
     tasks = three()
     assert train_all(run, tasks, steps=100, callbacks=[callback]) == [20, 20, 20]
     assert run.steps()[-1] == 20

@@ -107,93 +107,55 @@ def fails(*_):
 
 BROKEN = {
     "name": ({"name": None}, "its attribute name must be a string"),
-    "direction": (
-        {"directions": {"absolute": "lowest"}},
+    "direction": ({"directions": {"absolute": "lowest"}},
         "directions: the direction of 'absolute' is 'lowest'; it must be 'higher' or 'lower', "
-        "or None if neither is better; did you mean 'lower'?",
-    ),
-    "main metric": (
-        {"main_metric": "absolut"},
-        "directions: the direction of main_metric 'absolut' is missing; did you mean 'absolute'?",
-    ),
-    "main metric without a direction": (
-        {"directions": {"absolute": None}},
-        "directions: the direction of main_metric 'absolute' is missing",
-    ),
+        "or None if neither is better; did you mean 'lower'?"),
+    "main metric": ({"main_metric": "absolut"},
+        "directions: the direction of main_metric 'absolut' is missing; did you mean 'absolute'?"),
+    "main metric without a direction": ({"directions": {"absolute": None}},
+        "directions: the direction of main_metric 'absolute' is missing"),
     "output shape": ({"output_shape": 1}, "output_shape is 1; it must be a tuple of whole"),
     "chance": ({"chance_loss": gives(0.0)}, "chance_loss() is 0.0; it must be a number"),
     "no loss": ({"loss": gives("mse")}, "loss() returns a str, not a keras.losses.Loss"),
-    "loss of a batch": (
-        {"loss": gives(OneForAll())},
-        "its loss returns a value of shape () for 8 examples: call() must return one value per",
-    ),
+    "loss of a batch": ({"loss": gives(OneForAll())},
+        "its loss returns a value of shape () for 8 examples: call() must return one value per"),
     "loss that raises": ({"loss_labels": fails}, "loss() failed: ValueError: not today ("),
-    "sum of losses": (
-        {"loss": gives(keras.losses.MeanSquaredError(reduction="sum"))},
-        "its loss of 8 examples is",
-    ),
-    "losses of examples": (
-        {"example_losses": lambda *given: (given[-2] - given[-1]) ** 2},
-        "example_losses() has shape (8, 8) for 8 examples; it must be (8,)",
-    ),
-    "no metric": (
-        {"metrics": gives(["mse"])},
-        "metrics() contains a str; each item must be a keras.Metric",
-    ),
+    "sum of losses": ({"loss": gives(keras.losses.MeanSquaredError(reduction="sum"))},
+        "its loss of 8 examples is"),
+    "losses of examples": ({"example_losses": lambda *given: (given[-2] - given[-1]) ** 2},
+        "example_losses() has shape (8, 8) for 8 examples; it must be (8,)"),
+    "no metric": ({"metrics": gives(["mse"])},
+        "metrics() contains a str; each item must be a keras.Metric"),
     "metric without a direction": (
         {"metrics": gives([keras.metrics.MeanSquaredError(name="squared")])},
         "directions: the task measures 'squared', which has no direction",
     ),
-    "metric that does not add up": (
-        {"metrics": gives([Largest()])},
-        "if they are evaluated in two parts; a state must be a sum",
-    ),
-    "no columns": (
-        {"answers": answered()},
-        "answers() must return a mapping from column names to tensors",
-    ),
-    "answers in numpy": (
-        {"answers": answered(prediction=lambda outputs: outputs.numpy())},
-        "answers() failed: AttributeError: ",
-    ),
-    "one answer for all": (
-        {"answers": answered(prediction=tf.reduce_mean)},
-        "answers(): the first axis of 'prediction' must have one entry for each example",
-    ),
-    "rounded answers": (
-        {"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
-        "outputs_of(answers(outputs)) must give the same predictions as the outputs, because a",
-    ),
-    "answers that are not read": (
-        {"answers": answered(price=lambda outputs: outputs[:, 0])},
-        "outputs_of() failed: KeyError: 'prediction'",
-    ),
-    "cells": (
-        {"described": gives({"true": 1.0})},
-        "the result of described() lacks label and predicted",
-    ),
-    "cells of numpy": (
-        {"described": gives({"label": np.float32(1), "predicted": 0.0})},
-        "described() must be plain data with finite Python numbers: ",
-    ),
+    "metric that does not add up": ({"metrics": gives([Largest()])},
+        "if they are evaluated in two parts; a state must be a sum"),
+    "no columns": ({"answers": answered()},
+        "answers() must return a mapping from column names to tensors"),
+    "answers in numpy": ({"answers": answered(prediction=lambda outputs: outputs.numpy())},
+        "answers() failed: AttributeError: "),
+    "one answer for all": ({"answers": answered(prediction=tf.reduce_mean)},
+        "answers(): the first axis of 'prediction' must have one entry for each example"),
+    "rounded answers": ({"answers": answered(prediction=lambda outputs: tf.round(outputs[:, 0]))},
+        "outputs_of(answers(outputs)) must give the same predictions as the outputs, because a"),
+    "answers that are not read": ({"answers": answered(price=lambda outputs: outputs[:, 0])},
+        "outputs_of() failed: KeyError: 'prediction'"),
+    "cells": ({"described": gives({"true": 1.0})},
+        "the result of described() lacks label and predicted"),
+    "cells of numpy": ({"described": gives({"label": np.float32(1), "predicted": 0.0})},
+        "described() must be plain data with finite Python numbers: "),
     "details that raise": ({"details": fails}, "details() failed: ValueError: not today ("),
-    "details that are not finite": (
-        {"details": gives({"tables": [], "worst": float("nan")})},
-        "details() must be plain data with finite Python numbers: ",
-    ),
-    "a chart": (
-        {"details": gives({"charts": [{"title": "a", "x": "b", "y": "c"}]})},
-        "details(): an entry of charts lacks series",
-    ),
-    "a metric of details": (
-        {"details": gives({"metrics": {"r2": 0.5}})},
-        "directions: details() measures 'r2'",
-    ),
-    "a metric of slices": (
-        {"tally": gives(Other())},
-        "directions: tally() measures 'absolut', which has no direction; did you mean 'absolute'?",
-    ),
-}
+    "details that are not finite": ({"details": gives({"tables": [], "worst": float("nan")})},
+        "details() must be plain data with finite Python numbers: "),
+    "a chart": ({"details": gives({"charts": [{"title": "a", "x": "b", "y": "c"}]})},
+        "details(): an entry of charts lacks series"),
+    "a metric of details": ({"details": gives({"metrics": {"r2": 0.5}})},
+        "directions: details() measures 'r2'"),
+    "a metric of slices": ({"tally": gives(Other())},
+        "directions: tally() measures 'absolut', which has no direction; did you mean 'absolute'?"),
+}  # fmt: skip
 
 
 def test_the_plainest_task_keeps_it():
