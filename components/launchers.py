@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flotilla.components.image import DEFAULTS, PodDefaults
 from flotilla.trainer import events, storage
-from flotilla.trainer.cluster import completion, local
-from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster import local
+from flotilla.trainer.cluster.launcher import Job, require_end
 from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.form import parse_settings
 from flotilla.trainer.config.load import parse_config
@@ -95,7 +95,7 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     # A job may succeed although training is not complete, so require that the leading task recorded
     # the end of training. A program without an agent records nothing.
     if not job.config.program.command or job.config.program.python:
-        completion.require(job, str(leading(job.config)))
+        require_end(job, str(leading(job.config)))
 
 
 def _launch_here(job: Job) -> None:

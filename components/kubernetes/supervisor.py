@@ -28,8 +28,7 @@ from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
 from flotilla.components.kubernetes.pods.template import leading
 from flotilla.components.kubernetes.restarts import Restarts, describe_failure
 from flotilla.trainer import events
-from flotilla.trainer.cluster import completion
-from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster.launcher import Job, require_end
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import (
@@ -265,7 +264,7 @@ class Supervisor:
         # not end before training is complete.
         is_own = not self._job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
-            completion.require(self._job, f"{end.task} (pod {end.pod})")
+            require_end(self._job, f"{end.task} (pod {end.pod})")
         # Count no restart if the job is failing. Its tasks end with arbitrary exit codes.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return

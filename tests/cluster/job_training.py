@@ -106,7 +106,8 @@ class Training:
         pod = self.kube.kill(task)
         self.kube.pod(task, but=pod["metadata"]["uid"])
 
-    def lose_a_worker(self, lost: str = "worker-1") -> None:
+    def lose_a_worker(self) -> None:
+        lost = "worker-1"
         # Steps that the worker did before it was killed may be counted late, so wait for several
         # increases.
         last = [_steps_of(self.wait(Progress), lost)]

@@ -27,10 +27,12 @@ class Launched:
     Events arrive through a pipe, so waiting for them requires no polling.
     """
 
-    def __init__(self, process: subprocess.Popen[str], pipe: TextIO, folder: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[str], pipe: TextIO, folder: Path, checkpoints: str
+    ) -> None:
         self.process = process
         self.folder = folder
-        self.checkpoints = storage.uri_of(folder / "checkpoints")
+        self.checkpoints = checkpoints
         self._pipe = pipe
         self.seen: list[Event] = []
 
@@ -85,11 +87,13 @@ def _folder_of(process: psutil.Process) -> Path:
 
 
 @contextmanager
-def launched(config: dict[str, Any], dataset: str, folder: Path) -> Iterator[Launched]:
+def launched(
+    config: dict[str, Any], dataset: str, folder: Path, checkpoints: str = ""
+) -> Iterator[Launched]:
     """Start a launcher for a configuration; kill it if it is still running when the block ends."""
     folder.mkdir(exist_ok=True)
     job = folder / "job.json"
-    checkpoints = storage.uri_of(folder / "checkpoints")
+    checkpoints = checkpoints or storage.uri_of(folder / "checkpoints")
     workdir = str(folder / "cluster")
     job.write_text(
         json.dumps(
@@ -110,6 +114,6 @@ def launched(config: dict[str, Any], dataset: str, folder: Path) -> Iterator[Lau
         fifo.open(encoding="utf-8") as pipe,
     ):
         try:
-            yield Launched(process, pipe, folder)
+            yield Launched(process, pipe, folder, checkpoints)
         finally:
             process.kill()

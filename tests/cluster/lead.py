@@ -10,7 +10,7 @@ from typing import Any
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config
 from flotilla.trainer.runtime import signals
-from flotilla.trainer.strategies.strategy import create
+from flotilla.trainer.strategies.strategy import Strategy, create
 from tests.cluster.servers import WORDS
 
 
@@ -20,14 +20,19 @@ def say(**words: Any) -> None:
         lines.write(json.dumps(words) + "\n")
 
 
-def main() -> None:
+def begin() -> tuple[dict[str, Any], Strategy]:
+    """Return the specification of this process, and the strategy of its section `config`."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "TF_CONFIG" in os.environ:
         cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     else:
         cluster, task = Cluster(addresses={}), Task(role="chief", index=0)
-    strategy = create(parse_config(spec["config"]), cluster, task)
+    return spec, create(parse_config(spec["config"]), cluster, task)
+
+
+def main() -> None:
+    spec, strategy = begin()
     module, _, name = spec["problem"].partition(":")
     problem = getattr(importlib.import_module(module), name)(**spec["arguments"])
     strategy.begin_visits(problem.stream)

@@ -7,10 +7,8 @@ it assigns values). The chief prints a JSON line with the values that it found a
 it left.
 """
 
-import json
 import os
 import signal
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,16 +17,13 @@ import keras
 from keras.src.utils.naming import reset_uids
 
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import from_tf_config
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.runtime import signals
 from flotilla.trainer.strategies import placement
-from flotilla.trainer.strategies.strategy import Problem, create
+from flotilla.trainer.strategies.strategy import Problem
 from flotilla.trainer.training import recovery
-from tests.cluster.lead import say
+from tests.cluster.lead import begin, say
 from tests.cluster.problems import of_ids
 
 IDS, ROWS, STEPS, BATCH = 50, 400, 20, 8
@@ -50,13 +45,10 @@ def problem(config: Config, *, layers: int = 0) -> Problem:
 
 def main() -> None:
     """Start a run as a real chief does, then kill this process."""
-    signals.end_with_parent()
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    spec, strategy = begin()
     # Most variables are larger than this limit, so they have no values until they are bound to the
     # values on the servers.
     placement.LARGE_BYTES = 64
-    config = parse_config(spec["config"])
-    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     assert strategy.capabilities.keeps_values
     checkpoints = Checkpoints(spec["uri"], keep=1, scratch=Path("scratch"))
     checkpoint = RestoredCheckpoint(
@@ -66,9 +58,9 @@ def main() -> None:
     # values.
     recovery.restore = lambda *_, **__: None
     recovery.select_resumed = lambda _found, variables, _training: variables
-    begins = recovery.Recovery(config, strategy, checkpoints)
+    begins = recovery.Recovery(strategy.config, strategy, checkpoints)
     found = begins.find_begin(checkpoint if spec["saved"] >= 0 else None)
-    strategy.build(problem(config, layers=spec["layers"]))
+    strategy.build(problem(strategy.config, layers=spec["layers"]))
     begins.restore(SimpleNamespace(global_step=spec["saved"]))
     strategy.refresh()
     begun = values_of(strategy.variables())

@@ -5,22 +5,15 @@ SPEC is a JSON file with `config` (sections that differ from the defaults), `cou
 a JSON line reports the `bytes` of one step, and the `devices` and `shapes` of the variables.
 """
 
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from benchmarks.relay import count
-from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import from_tf_config
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.runtime import signals
-from flotilla.trainer.strategies.strategy import Problem, create
-from tests.cluster.lead import say
+from flotilla.trainer.strategies.strategy import Problem
+from tests.cluster.lead import begin, say
 from tests.cluster.problems import of_ids
 
 STEPS = 20
@@ -43,12 +36,9 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
 
 def main() -> None:
     """Run the trials one after another on the same connection."""
-    signals.end_with_parent()
-    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    config = parse_config(spec["config"])
-    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    spec, strategy = begin()
     for rows, batch in spec["trials"]:
-        strategy.build(problem(config, rows, batch))
+        strategy.build(problem(strategy.config, rows, batch))
         # A process can join only one cluster, so the next trial must not connect again.
         strategy.connect = lambda: None
         strategy.run(STEPS)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import keras
@@ -12,6 +13,7 @@ from keras.src.utils.naming import reset_uids
 from tensorflow.python.data.experimental.ops.testing import sleep
 from tensorflow.python.distribute import parameter_server_strategy_v2 as upstream
 
+from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.blocks import complete, encode_blocks, fill_batches, parse_blocks
@@ -49,10 +51,21 @@ def number() -> tf.Tensor:
     return tf.strings.to_number(tf.io.read_file("number.txt"), tf.int64)
 
 
+def seeded(build: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
+    """Make a function build a model with the same names and values in every process."""
+
+    @wraps(build)
+    def model() -> keras.Model:
+        # `clear_session` would break a strategy's active scope.
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        return build()
+
+    return model
+
+
+@seeded
 def two_layers() -> keras.Model:
-    # `clear_session` would break a strategy's active scope.
-    reset_uids()
-    keras.utils.set_random_seed(7)
     return keras.Sequential(
         [
             keras.layers.Input((FEATURES,)),
@@ -162,9 +175,8 @@ class Idle(keras.layers.Layer):
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
     """Return a problem with an L2 loss, in which each step clips the gradient by its norm."""
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         decay = keras.regularizers.L2(0.1)
         return keras.Sequential(
             [
@@ -185,9 +197,8 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
 def normed(batch_size: int = 8, workers: int = 2) -> Problem:
     """Return a problem whose model has moving averages, which each step updates."""
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         return keras.Sequential(
             [
                 keras.layers.Input((FEATURES,)),
@@ -212,9 +223,8 @@ def embedded(
 ) -> Problem:
     """Return a problem whose batches look up rows of a table, one of them several times."""
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         return keras.Sequential(
             [
                 keras.layers.Input((4,), dtype="int64"),
@@ -242,9 +252,8 @@ def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
     target = Target(name="numbers", shape=(2,), dtype="float32", moments=moments)
     weights = random.uniform(0.5, 1.5, size=count).astype("float32")
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         hidden = keras.layers.Dense(5, activation="tanh")
         return keras.Sequential([keras.layers.Input((FEATURES,)), hidden, keras.layers.Dense(2)])
 
@@ -262,9 +271,8 @@ def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
         "size": Regression(Target(name="size", shape=(), dtype="float32")),
     }
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         given = keras.Input((FEATURES,))
         hidden = keras.layers.Dense(5, activation="tanh")(given)
         heads = {"kind": keras.layers.Dense(CLASSES), "size": keras.layers.Dense(1)}
@@ -339,9 +347,8 @@ def halved(problem: str, batch_size: int, workers: int) -> Problem:
 def dropped(batch_size: int = 8) -> Problem:
     """Return a problem in which only Dropout makes the losses differ between tasks."""
 
+    @seeded
     def model() -> keras.Model:
-        reset_uids()
-        keras.utils.set_random_seed(7)
         layers = keras.layers
         shape = layers.Input((FEATURES,))
         return keras.Sequential(
@@ -370,10 +377,9 @@ SEQUENCE_FEATURES = {
 }
 
 
+@seeded
 def recurrent() -> keras.Model:
     """Return a small network with fixed weights that masks padding."""
-    reset_uids()
-    keras.utils.set_random_seed(7)
     given = keras.Input((None,), dtype="int64")
     x = keras.layers.Embedding(VOCABULARY, 4, mask_zero=True, name="tokens")(given)
     x = keras.layers.GRU(5, name="gru")(x)
@@ -547,3 +553,12 @@ class TwoGpus(AsyncParameterServer):
         upstream.config.list_logical_devices = with_gpus
         super().connect()
         tf.config.list_logical_devices = upstream.config.list_logical_devices = listed
+
+
+def values_of(uri: str) -> dict[str, Any]:
+    """Return the values of the model's variables in a checkpoint by key."""
+    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
+    keys = [
+        key for key in reader.get_variable_to_shape_map() if key.startswith("variables/model.S")
+    ]
+    return {key: reader.get_tensor(key) for key in keys}

@@ -274,13 +274,13 @@ def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
     assert storage.verify(model).kind == "model"
 
 
-def trial_of_towers(strategy: str, problem: str, *, workers: int = 1, **training: object) -> Trial:
+def trial_of_towers(strategy: str, problem: str) -> Trial:
     """Return a trial in which each device gets half of a problem's batch."""
     config = {
-        "training": {"strategy": strategy, "batch_size": BATCH, **training},
-        "cluster": {"workers": workers},
+        "training": {"strategy": strategy, "batch_size": BATCH},
+        "cluster": {"workers": 1},
     }
-    arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": workers}
+    arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": 1}
     return Trial(config, "tests.cluster.problems:halved", RUNS, arguments)
 
 

@@ -11,7 +11,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation import evaluate
-from flotilla.trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
+from flotilla.trainer.events import AttemptBegin, Restart, Validation
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks import registry as tasks
 from tests.cluster.launched import launched
@@ -75,16 +75,3 @@ def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
     assert len(losses) >= 3
     assert len(set(losses)) == 1
     assert run.newest() < 10**7
-
-
-@pytest.mark.slow
-def test_an_evaluator_that_fails_for_good_is_left_behind(dataset, tmp_path):
-    (tmp_path / "cluster").mkdir()
-    (tmp_path / "cluster" / "evaluator-0").write_text("a file where its folder should be")
-    training = {"strategy": "single", "steps": 100}
-    with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
-    (left,) = run.events(EvaluatorLeft)
-    assert left.reason.startswith(f"cannot write to {tmp_path}")
-    assert run.newest() == 100

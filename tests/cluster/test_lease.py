@@ -1,16 +1,13 @@
 """Tests that a checkpoint folder has only one writer, even with several real launchers."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 
 import psutil
 import pytest
 
-from flotilla.trainer import events, storage
+from flotilla.trainer import storage
 from flotilla.trainer.cluster import lease
 from flotilla.trainer.cluster.lease import lease_uri
 from flotilla.trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
@@ -25,27 +22,6 @@ SETTINGS = {
     "cluster": {"parameter_servers": 1, "workers": 1, "max_restarts": 3},
 }
 ENDLESS = {"training": {**SETTINGS["training"], "strategy": "single", "steps": 10**7}}
-
-
-def launch_second(run, config, dataset, folder):
-    """Run another launcher for the checkpoints of `run` until it ends; return its result."""
-    folder.mkdir()
-    job = {
-        "config": config,
-        "dataset": dataset,
-        "checkpoints": run.checkpoints,
-        "workdir": str(folder / "cluster"),
-    }
-    (folder / "job.json").write_text(json.dumps(job))
-    (folder / "events").touch()
-    return subprocess.run(
-        [sys.executable, "-m", "tests.cluster.launch", str(folder / "job.json")],
-        env={**os.environ, events.VARIABLE: str(folder / "events")},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=SECONDS,
-    )
 
 
 def kill_all(run):
@@ -71,20 +47,24 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
         run.wait_for_step(50)
         (holder,) = holders(run)
         assert holder.process == run.task("chief-0").pid
-        second = launch_second(run, SETTINGS, dataset, tmp_path / "second")
-        assert second.returncode == 1
-        words, _, where = second.stderr.rstrip("\n").rpartition(" (chief-0, log ")
+        with launched(SETTINGS, dataset, tmp_path / "second", run.checkpoints) as second:
+            code, said = second.end()
+        assert code == 1
+        words, _, where = said.rstrip("\n").rpartition(" (chief-0, log ")
         assert where.startswith(str(tmp_path / "second"))
-        assert words.startswith(f"run first (process {holder.process} on {holder.host}) writes to ")
+        assert words.startswith(
+            f"run first (process {holder.process} on {holder.host}) has been writing"
+        )
         assert words.endswith("try again after that time")
-        assert not list(events.read(tmp_path / "second" / "events"))[1:]
+        assert not second.seen[1:]
         run.process.send_signal(signal.SIGINT)
         code, said = run.end()
     assert code == 130, said
     assert len(run.events(AttemptBegin)) == 1
     assert [each.released for each in holders(run)] == [True]
-    third = launch_second(run, SETTINGS, dataset, tmp_path / "third")
-    assert third.returncode == 0, third.stderr
+    with launched(SETTINGS, dataset, tmp_path / "third", run.checkpoints) as third:
+        code, said = third.end()
+    assert code == 0, said
 
 
 def left_elsewhere(run):

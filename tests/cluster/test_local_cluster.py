@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -132,59 +131,6 @@ def test_a_run_is_scraped_and_profiled_and_no_stranger_reaches_it(
         run.wait_for_step(100)
         require_no_stranger(run, tasks, others, port)
         require_scraped_and_profiled(run, port, leader)
-
-
-STEP = """
-import json, sys
-from pathlib import Path
-from flotilla.components import launchers
-from flotilla.components.records import record
-from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.load import parse_config
-
-job = json.loads(sys.argv[1])
-
-def train(step):
-    step.stage("train_model", lambda stage: launchers.launch(Job(
-        config=parse_config(job["config"]), dataset=job["dataset"],
-        checkpoints=job["checkpoints"], workdir=Path(job["workdir"]),
-    )))
-
-train.__module__ = "flotilla.components.train_model"
-record.run(train, {"root": "", "run_id": ""})
-"""
-
-
-@pytest.mark.slow
-def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path):
-    training = {"steps": 300, "checkpoint_every": 100, "validate_every": 150}
-    job = {
-        "config": {"training": {**training, "strategy": "single"}},
-        "dataset": dataset,
-        "checkpoints": storage.uri_of(tmp_path / "checkpoints"),
-        "workdir": str(tmp_path / "cluster"),
-    }
-    ended = subprocess.run(
-        [sys.executable, "-c", STEP, json.dumps(job)],
-        cwd=ROOT,
-        env=dict(os.environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stdout
-    lines = ended.stdout.splitlines()
-    number = r"[\d.]+"
-    line = rf"global step (\d+)/300 \(epoch {number} of {number}\)  loss {number}  {number} steps/s"
-    steps = [int(found[1]) for each in lines if (found := re.search(line, each))]
-    assert steps
-    assert steps == sorted(set(steps))
-    validated = [re.search(rf"validation of global step (\d+): .*loss {number}", e) for e in lines]
-    assert [int(found[1]) for found in validated if found] == [150, 300]
-    published = [re.search(r"checkpoint of global step (\d+): file://", each) for each in lines]
-    assert [int(found[1]) for found in published if found][-3:] == [100, 200, 300]
-    assert not [each for each in lines if '{"event": "progress"' in each]
 
 
 # A script that makes all mounts in its mount namespace read-only, except the folder $1, /dev/shm

@@ -4,7 +4,6 @@ import signal
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import contents, newest_checkpoint
@@ -15,6 +14,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import launched
 from tests.cluster.looking import MORE
+from tests.cluster.problems import values_of
 from tests.cluster.servers import serving
 
 pytestmark = pytest.mark.cluster
@@ -126,12 +126,6 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
         assert [each.name for each in left if each.parent.name != "replies"] == ["ready.json"]
 
 
-def values(uri: str) -> dict[str, np.ndarray]:
-    reader = tf.train.load_checkpoint(f"{storage.local_path(uri)}/variables")
-    keys = [each for each in reader.get_variable_to_shape_map() if "model" in each]
-    return {key: reader.get_tensor(key) for key in keys}
-
-
 @pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
@@ -160,6 +154,6 @@ def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
         assert [each.global_step for each in begun] == [steps - 20]
         found = contents(run.checkpoints)
         assert (found.global_step, len(found.parts)) == (steps, parts)
-        for key, value in values(found.uri).items():
-            np.testing.assert_array_equal(value, values(first.uri)[key])
+        for key, value in values_of(found.uri).items():
+            np.testing.assert_array_equal(value, values_of(first.uri)[key])
         first = found

@@ -10,7 +10,7 @@ import pytest
 from flotilla.components.kubernetes.pods.program import WITHOUT_AGENT
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
-from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.launcher import is_over
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.cluster.job_training import on_engines
 from tests.components.kubernetes.attempts import job_of, step
@@ -128,7 +128,7 @@ class Run:
 
     def is_over(self, steps, **roles):
         job = job_of(self.tree(steps, **roles), self.root, self.dataset)
-        return completion.is_over(job)
+        return is_over(job)
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import read_history
-from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.launcher import END_FILE
 from flotilla.trainer.cluster.supervisor import MAX_GROWTH
+from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart, TaskFailed
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -64,19 +65,17 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
 
 
 COMPLETION_STEPS = 60
+# `make test-long` runs the other strategies.
+QUICK = ("multi_worker_mirrored",)
 MODULE = """
 import os
 import signal
 from pathlib import Path
 
-from flotilla.trainer.cluster import completion
 from flotilla.trainer.models.classifiers import softmax
+from flotilla.trainer.training import chief
 
-publish = completion.record
-
-
-def leave(job, checkpoint):
-    os._exit(0)
+publish = chief.record_end
 
 
 def die_once(job, checkpoint):
@@ -87,59 +86,33 @@ def die_once(job, checkpoint):
     return publish(job, checkpoint)
 
 
-def model(spec, end):
+def model(spec):
     # The interrupt comes at the last moment: all steps are done, and the last checkpoint is
     # published.
-    completion.record = globals()[end]
+    chief.record_end = die_once
     return softmax(spec)
 """
-OTHERS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
-def strategies(*often: object) -> list[object]:
-    return [*often, *(pytest.param(name, marks=pytest.mark.long) for name in OTHERS)]
-
-
-SINGLE = pytest.param("single", marks=pytest.mark.long)
-MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.slow)
-LONG_MIRRORED = pytest.param("multi_worker_mirrored", marks=pytest.mark.long)
-
-
-@pytest.fixture
-def train(dataset, tmp_path, monkeypatch):
-    """Return a function that trains a model that disturbs the end of training."""
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        pytest.param(each, marks=pytest.mark.slow if each in QUICK else pytest.mark.long)
+        for each in STRATEGIES
+    ],
+)
+def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
+    dataset, tmp_path, monkeypatch, strategy
+):
     (tmp_path / "ends.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
-
-    def run(strategy, end):
-        training = {"strategy": strategy, "steps": COMPLETION_STEPS, "validate_every": 0}
-        config = {
-            "model": {"name": "ends:model", "args": {"end": end}},
-            "training": training,
-            "cluster": {"workers": 2},
-        }
-        with launched(config, dataset, tmp_path / "run") as run:
-            return (run, *run.end())
-
-    return run
-
-
-@pytest.mark.parametrize("strategy", strategies("single", LONG_MIRRORED))
-@pytest.mark.slow
-def test_a_leader_that_ends_with_0_before_its_record_has_failed(train, strategy):
-    run, code, said = train(strategy, "leave")
-    assert code == 1
-    assert "ended with exit code 0 before training was complete: " in said
-    assert said.count("\n") == 1
-    assert run.newest() >= COMPLETION_STEPS
-
-
-@pytest.mark.parametrize("strategy", strategies(SINGLE, MIRRORED))
-def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(train, strategy, tmp_path):
-    run, code, said = train(strategy, "die_once")
+    training = {"strategy": strategy, "steps": COMPLETION_STEPS, "validate_every": 0}
+    config = {"model": {"name": "ends:model"}, "training": training, "cluster": {"workers": 2}}
+    with launched(config, dataset, tmp_path / "run") as run:
+        code, said = run.end()
     assert code == 0, said
     assert run.newest() == COMPLETION_STEPS
-    path = tmp_path / "run" / "checkpoints" / completion.FILE
+    path = tmp_path / "run" / "checkpoints" / END_FILE
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
     first, *others = run.events(Restart)
     assert first.cause == f"signal {signal.SIGKILL.name}"

@@ -7,7 +7,6 @@ import sys
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import list_checkpoints
@@ -22,7 +21,7 @@ from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import signals
 from tests.cluster.launched import launched
 from tests.cluster.lookups import DIMENSION
-from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net
+from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net, values_of
 from tests.cluster.servers import CHIEF, Servers, Trial, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -249,25 +248,15 @@ def pretrained(tmp_path_factory):
 def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
     pretrained, dataset, tmp_path, strategy
 ):
-    config = {
-        "model": {"name": "tests.cluster.problems:net"},
-        "training": {
-            "strategy": strategy,
-            "steps": 20,
-            "validate_every": 0,
-            "warm_start": {"from": str(pretrained), "exclude": ["dense_1/*"]},
-            "freeze": FROZEN,
-        },
-        "cluster": {"parameter_servers": 2, "workers": 2},
-    }
-    with launched(config, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
+    warm_start = {"from": str(pretrained), "exclude": ["dense_1/*"]}
+    found, run = trained(
+        tmp_path, dataset, steps=20, strategy=strategy, warm_start=warm_start, freeze=FROZEN
+    )
     left = {event.left["excluded"] for event in run.events(WarmStart)}
     assert left == {2}
-    (first, _), *_, (last, _) = list_checkpoints(run.checkpoints)
+    first, last = found[0], found[max(found)]
     assert storage.read_manifest(last).fields["warmed_from"] == storage.uri_of(pretrained)
-    before, after = values(first), values(last)
+    before, after = values_of(first), values_of(last)
     moved = {key for key in before if (before[key] != after[key]).any() and "seed" not in key}
     assert len(moved) == 2
     assert all(key.startswith("variables/model.Sdense_1.S") for key in moved)
@@ -281,16 +270,11 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
 CLICKS = DataConfig(dataset="clicks", shards=2)
 # The only strategy without a chief. `make test-long` runs the others.
 LED_DIFFERENTLY = ("multi_worker_mirrored",)
+NET = {"name": "tests.cluster.problems:net"}
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
 
-def values(uri):
-    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
-    keys = reader.get_variable_to_shape_map()
-    return {key: reader.get_tensor(key) for key in keys if key.startswith("variables/model.S")}
-
-
-def trained(folder, dataset, *, steps, strategy, model, **training):
+def trained(folder, dataset, *, steps, strategy, model=NET, **training):
     """Train to the end; return the URIs of all checkpoints by global step, and the run."""
     config = {
         "model": model,
@@ -313,9 +297,8 @@ def trained(folder, dataset, *, steps, strategy, model, **training):
 def digits(tmp_path_factory, dataset):
     """Return a checkpoint of a stateful model that was trained in one process."""
     folder = tmp_path_factory.mktemp("digits")
-    model = {"name": "tests.cluster.problems:net"}
-    found, _ = trained(folder, dataset, steps=60, strategy="single", model=model)
-    return model, dataset, found[60]
+    found, _ = trained(folder, dataset, steps=60, strategy="single")
+    return NET, dataset, found[60]
 
 
 @pytest.fixture(scope="module")
@@ -328,14 +311,14 @@ def clicks(tmp_path_factory):
 
 
 def require_begun_with(uri, found, run):
-    first, before = values(found[0]), values(uri)
+    first, before = values_of(found[0]), values_of(uri)
     assert first.keys() == before.keys()
     for key, value in before.items():
         np.testing.assert_array_equal(first[key], value, err_msg=key)
     assert storage.read_manifest(found[0]).fields["global_step"] == 0
     assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
     assert {event.uri for event in run.events(WarmStart)} == {uri}
-    last = values(found[max(found)])
+    last = values_of(found[max(found)])
     assert any((last[key] != first[key]).any() for key in first)
 
 

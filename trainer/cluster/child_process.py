@@ -1,6 +1,6 @@
 """Run a module in a child process, and return the child's answer or raise its error.
 
-The request is a JSON file. The answer is the last line of output that is a JSON object. An error
+The answer is the last line of output that is a JSON object. An error
 is the last line that starts with `flotilla: `. The child exits when its parent exits.
 """
 
@@ -25,13 +25,12 @@ _PREFIX = "flotilla: "
 
 
 class ChildError(UserError):
-    """The child process ended without an answer. The message is the child's last error line."""
+    """The child process ended without an answer. The message is the child's last error line.
+
+    The exit code `code` is 0 if the process took too long or was killed.
+    """
 
     code = 0
-
-
-class ChildLostError(ChildError):
-    """The process took too long or was killed. Its answer is unknown."""
 
 
 def environment(variables: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -60,24 +59,23 @@ def end(process: subprocess.Popen[Any], seconds: float) -> None:
         process.wait()
 
 
-def call(  # noqa: PLR0913
+def call(
     module: str,
     *arguments: str,
-    request: str,
-    option: str,
+    config: str,
     seconds: float,
-    variables: Mapping[str, str] | None = None,
+    variables: Mapping[str, str],
     loads: str = "",
 ) -> dict[str, Any]:
-    """Send a request to a module, and return the answer. Raises `ChildLostError` or `ChildError`.
+    """Call a module with a configuration, and return its answer. Raises `ChildError`.
 
-    The module gets `OPTION FILE` with the request, and `--workdir DIR`, a temporary folder. If the
-    fork server of the run has loaded the module `loads`, that server forks the process.
+    The module gets `--config FILE` and `--workdir DIR`, a temporary folder. If the fork server of
+    the run has loaded the module `loads`, that server forks the process.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-", ignore_cleanup_errors=True) as folder:
-        path, log = Path(folder, "request.json"), Path(folder, "output.txt")
-        path.write_text(request, encoding="utf-8")
-        words = [*arguments, option, str(path), "--workdir", folder]
+        path, log = Path(folder, "config.json"), Path(folder, "output.txt")
+        path.write_text(config, encoding="utf-8")
+        words = [*arguments, "--config", str(path), "--workdir", folder]
         wanted = Request(
             command=[sys.executable, "-m", module, *words],
             loaded=loads,
@@ -89,7 +87,7 @@ def call(  # noqa: PLR0913
         try:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
-            raise ChildLostError(f"no response after {seconds:g} s") from None
+            raise ChildError(f"no response after {seconds:g} s") from None
         finally:
             process.kill()
             process.wait()
@@ -110,7 +108,7 @@ def failure(code: int, errors: str) -> ChildError:
     """Return the error of a process that ended with `code`, from the lines in `errors`."""
     if code < 0:
         name = signal.Signals(-code).name
-        return ChildLostError(f"terminated by {name}; check whether there is enough memory")
+        return ChildError(f"terminated by {name}; check whether there is enough memory")
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
     error = ChildError((said or lines or [f"exit code {code}"])[-1])

@@ -4,7 +4,7 @@ Every event is a `TaskEvent` in one queue: the end of a task, or a request to st
 `flotilla.trainer.runtime.signals`). `Supervisor.run` processes them one by one:
 
 - The leader ended, and its record says that training is over
-  (`flotilla.trainer.cluster.completion`): the evaluator may finish the last checkpoint, and the run
+  (`flotilla.trainer.cluster.launcher`): the evaluator may finish the last checkpoint, and the run
   ends. Exit code 0 without this record fails the run.
 - A task died: it is restarted, up to `cluster.max_restarts` incidents in total. Exit codes of a
   permanent failure (`End.is_final`) end the run.
@@ -26,8 +26,8 @@ from contextlib import suppress
 from typing import NoReturn
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster import completion, liveness
-from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster import liveness
+from flotilla.trainer.cluster.launcher import Job, require_end
 from flotilla.trainer.cluster.process import OVER, End, TaskProcess, report_failure
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import (
@@ -198,7 +198,7 @@ class Supervisor:
                 continue
             if end.code == DONE:
                 # If all workers run the outer loop, any of them may end shortly before the leader.
-                completion.require(self._job, f"{process.task} (log {process.log})")
+                require_end(self._job, f"{process.task} (log {process.log})")
                 is_over = True
             if process is self._leader and is_over:
                 # Do not restart the leader, even if it failed: its workers may have ended.

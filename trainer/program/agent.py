@@ -37,8 +37,8 @@ from contextlib import ExitStack
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import History
-from flotilla.trainer.cluster import completion, lease
-from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster import lease
+from flotilla.trainer.cluster.launcher import Job, is_over, record_end
 from flotilla.trainer.cluster.process import OVER
 from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.topology import Cluster, Task, leader
@@ -223,7 +223,7 @@ class Agent:
                 held = opened.enter_context(
                     lease.hold_lease(self._job.checkpoints, self._job.run_id)
                 )
-                if completion.is_over(self._job):
+                if is_over(self._job):
                     return
                 self._publisher = Publisher(self._job, self._folders, held)
             if self._program.data == "files":
@@ -490,7 +490,7 @@ class Agent:
             )
         uri = self._publish(with_model=True)
         held.check()
-        completion.record(self._job, uri)
+        record_end(self._job, uri)
 
     def _dismiss(self, link: Link, code: int, message: str) -> None:
         if self._is_gone:

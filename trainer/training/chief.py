@@ -25,8 +25,8 @@ from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
 from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.remote import open_checkpoints
-from flotilla.trainer.cluster import completion, loopback, termination
-from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.cluster import loopback, termination
+from flotilla.trainer.cluster.launcher import Job, is_over, record_end
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.cluster.liveness import STARTING_SECONDS, Peers, probe_peers
 from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
@@ -129,13 +129,13 @@ def _end(
     """Record the end of training, and wait for other leading tasks. Raises `ClusterLostError`."""
     if strategy.publishes:
         checkpoints.lease.check()
-        completion.record(job, checkpoints.last)
+        record_end(job, checkpoints.last)
         cluster = job.config.cluster
         # The local launcher itself waits for the evaluator, and detects if it fails permanently.
         if cluster.evaluator and cluster.launcher != "local":
             await_validation(checkpoints, stop_requested)
     strategy.leave()
-    if not strategy.publishes and not completion.is_over(job):
+    if not strategy.publishes and not is_over(job):
         raise ClusterLostError("worker-0 was lost before it recorded the end of training")
 
 

@@ -135,10 +135,10 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     # In one process, all workers share a folder, and each one reads all shards.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
-    if streaming := find_streaming(job, cluster):
-        return _feed(job, streaming, index, of, workers)
-    paths = stage_shards(job.dataset, job.workdir / SHARDS, "train", index=index, of=of)
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
+    if streaming := find_streaming(job, cluster):
+        return _feed(job, spec, streaming, spec.files(TRAIN)[index::of], workers)
+    paths = stage_shards(job.dataset, job.workdir / SHARDS, "train", index=index, of=of)
     if not fits_in_memory(spec):
         write_index(paths)
     if spec.examples("validation"):
@@ -146,9 +146,9 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> ShardFeed | None:
     return None
 
 
-def _feed(job: Job, streaming: Streaming, index: int, of: int, workers: int) -> ShardFeed:
-    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
-    mine = spec.files(TRAIN)[index::of]
+def _feed(
+    job: Job, spec: DatasetSpec, streaming: Streaming, mine: list[str], workers: int
+) -> ShardFeed:
     size = job.config.evaluation.batch_size
 
     def order_parts(_: int, part: int) -> list[str]:

@@ -6,7 +6,7 @@ import pytest
 
 from flotilla.components.kubernetes import names
 from flotilla.trainer import events, storage
-from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster import launcher
 from flotilla.trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, TransientError, UserError
 from tests.components.kubernetes.attempts import (
@@ -35,7 +35,7 @@ def progress(step):
 
 
 def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events, monkeypatch):
-    monkeypatch.setattr(completion, "is_over", lambda _job: True)
+    monkeypatch.setattr(launcher, "is_over", lambda _job: True)
     attempt = watching_attempt(kube)
     kube.run_all()
     kube.write_log("worker-0", "ready", "{not json")

@@ -34,10 +34,9 @@ def called(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def call(how, seconds=60.0):
-        request = json.dumps({"how": how})
-        variables = {"OWN": "1"}
+        config, variables = json.dumps({"how": how}), {"OWN": "1"}
         return child_process.call(
-            "asked_child", request=request, option="--asked", seconds=seconds, variables=variables
+            "asked_child", config=config, seconds=seconds, variables=variables
         )
 
     return call
@@ -51,24 +50,21 @@ def test_the_answer_is_the_last_line(called):
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "said"),
+    ("how", "code", "said"),
     [
-        ("fail", child_process.ChildError, r"^model mlp: it does not fit$"),
-        ("silent", child_process.ChildError, r"^exit code 3$"),
-        (
-            "killed",
-            child_process.ChildLostError,
-            "^terminated by SIGKILL; check whether there is enough memory$",
-        ),
+        ("fail", 2, "model mlp: it does not fit"),
+        ("silent", 3, "exit code 3"),
+        ("killed", 0, "terminated by SIGKILL; check whether there is enough memory"),
     ],
 )
-def test_an_error_is_one_line(called, how, kind, said):
-    with pytest.raises(kind, match=said):
+def test_an_error_is_one_line(called, how, code, said):
+    with pytest.raises(child_process.ChildError) as caught:
         called(how)
+    assert (caught.value.code, str(caught.value)) == (code, said)
 
 
 def test_nobody_waits_for_ever(called):
-    with pytest.raises(child_process.ChildLostError, match=r"no response after 0\.01 s"):
+    with pytest.raises(child_process.ChildError, match=r"no response after 0\.01 s"):
         called("wait", seconds=0.01)
 
 

@@ -27,7 +27,7 @@ def test_what_fits_is_the_last_line(ends):
     calls = ends(0, 'a line of the user\n{"task": "regression"}\n')
     assert fitting.try_fit(Config(), "file:///d") == {"task": "regression"}
     ((arguments, options),) = calls
-    assert Config.model_validate_json(options["request"]) == Config()
+    assert Config.model_validate_json(options["config"]) == Config()
     assert arguments == ("flotilla.trainer", "fit", "--dataset", "file:///d")
     # The fork server of a run has already loaded this module.
     assert options["loads"] == "flotilla.trainer.training.chief"

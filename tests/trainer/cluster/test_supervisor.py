@@ -5,7 +5,8 @@ from unittest.mock import create_autospec
 import pytest
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster import completion, supervisor
+from flotilla.trainer.cluster import supervisor
+from flotilla.trainer.cluster.launcher import record_end
 from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.cluster.supervisor import (
     EvaluatorSupervision,
@@ -14,7 +15,7 @@ from flotilla.trainer.cluster.supervisor import (
 )
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from tests.trainer.cluster.test_completion import job_of, publish
+from tests.trainer.cluster.test_launcher import job_of, publish
 
 CLUSTER = Cluster(addresses=dict.fromkeys(("chief", "ps", "worker"), ("localhost:1",)))
 CHIEF, PS, WORKER = (Task(role=role, index=0) for role in ("chief", "ps", "worker"))
@@ -83,19 +84,19 @@ def test_a_permanent_failure_is_reported_and_not_begun_again(job, monkeypatch):
 
 
 def test_a_leader_with_the_record_is_done(job):
-    completion.record(job, publish(job, 20))
+    record_end(job, publish(job, 20))
     supervise(job, "exit 0", ps=FOR_EVER)
 
 
 def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_path, monkeypatch):
-    completion.record(job, publish(job, 20))
-    require, left = completion.require, tmp_path / "left"
+    record_end(job, publish(job, 20))
+    require, left = supervisor.require_end, tmp_path / "left"
 
     def noted(*given):
         require(*given)
         left.touch()
 
-    monkeypatch.setattr(completion, "require", noted)
+    monkeypatch.setattr(supervisor, "require_end", noted)
     leader = f"while ! test -e {left}; do sleep 0.01; done; kill -9 $$"
     supervise(job, leader, worker="exit 0")
 
@@ -103,13 +104,24 @@ def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_p
 @pytest.mark.parametrize(("sizes", "waits"), [([7, 7], 1), ([7, 8, 9, 9], 3)])
 def test_an_evaluator_that_logs_evaluations_is_awaited(job, monkeypatch, sizes, waits):
     monkeypatch.setattr(supervisor, "EVALUATION_SECONDS", 0)
-    completion.record(job, publish(job, 20))
+    record_end(job, publish(job, 20))
     evaluator = create_autospec(EvaluatorSupervision, instance=True, running=True)
     evaluator.begin.return_value = None
     evaluator.log_bytes.side_effect = sizes
     Supervisor(job, Scripted(job, CHIEF, "exit 0"), [], evaluator).run()
     assert evaluator.log_bytes.call_count == waits + 1
     evaluator.give_up.assert_called_once_with("no checkpoint was evaluated for 0 s")
+
+
+def test_an_evaluator_that_cannot_start_is_left_behind(job, monkeypatch):
+    seen = []
+    monkeypatch.setattr(events, "emit", seen.append)
+    record_end(job, publish(job, 20))
+    (job.workdir / "evaluator-0").write_text("a file where its folder should be")
+    evaluator = EvaluatorSupervision(Scripted(job, supervisor.EVALUATOR, FOR_EVER))
+    Supervisor(job, Scripted(job, CHIEF, "exit 0"), [], evaluator).run()
+    reason = f"cannot write to {job.workdir / 'evaluator-0'}: File exists"
+    assert seen == [events.EvaluatorLeft(reason=reason)]
 
 
 MB = 1 << 20

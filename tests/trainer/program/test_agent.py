@@ -9,7 +9,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import read_history
-from flotilla.trainer.cluster import completion
+from flotilla.trainer.cluster.launcher import is_over
 from flotilla.trainer.cluster.local import free_port, launch
 from flotilla.trainer.program.agent import judge_end
 from flotilla.trainer.program.publication import find_published
@@ -82,7 +82,7 @@ def test_a_program_ends_with_its_checkpoint_and_model(launched, tmp_path):
     assert storage.read_file(uri, "checkpoint/checkpoint").startswith(
         b'model_checkpoint_path: "ckpt-5"\n'
     )
-    assert completion.is_over(job)
+    assert is_over(job)
     launched(job)
     assert len(begun_at(job)) == 1
 

@@ -297,7 +297,7 @@ def test_past_the_deadline_there_is_one_line(make, bucket, uri, monkeypatch, cap
         assert "try again later" in line
         assert uri in line
         assert "\n" not in line
-        # The credentials of both stores contain this word.
+        # The credentials of the tests contain this word.
         assert "hush" not in line + caplog.text
     bucket.plan.clear()
     assert bucket.content(uri) == {}
