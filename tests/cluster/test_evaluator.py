@@ -16,7 +16,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks import registry as tasks
 from tests.cluster.launched import launched
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEPS, EVERY, KEEP = 1500, 200, 2
 SETTINGS = {
@@ -59,7 +59,6 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     assert loss == pytest.approx(best["validation_loss"], rel=1e-4)
 
 
-@pytest.mark.slow
 def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
     training = {
         "strategy": "single",

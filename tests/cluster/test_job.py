@@ -13,7 +13,7 @@ from tests.cluster.job_training import on_engines
 from tests.kubernetes.cluster import shared
 from tests.pipelines.called import call, setting
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 PUBLISHED = ("dataset", "checkpoint", "evaluation", "decision", "model")
 STRATEGIES = ("sync_parameter_server", "in_graph", "multi_worker_mirrored", "single")
@@ -85,7 +85,6 @@ def test_an_evaluator_measures_the_checkpoints(training):
     training.require_nothing_left()
 
 
-@pytest.mark.slow
 @on_engines(tfjob=pytest.mark.long)
 def test_without_a_heartbeat_the_guard_ends_the_job_with_a_last_checkpoint(training):
     deadlines = {"heartbeat": 10}
@@ -139,7 +138,6 @@ def suspend_and_resume(training):
     assert len(training.said(Restart)) == restarts
 
 
-@pytest.mark.slow
 @on_engines(tfjob=pytest.mark.long)
 def test_no_step_is_lost_with_a_launcher_with_tasks_in_a_suspension_and_by_a_cancel(training):
     # The job must continue without a launcher until the next launcher has started.
@@ -160,7 +158,6 @@ def test_no_step_is_lost_with_a_launcher_with_tasks_in_a_suspension_and_by_a_can
         require_plain_run(training, ["chief-0", "ps-0", "worker-0", "worker-1"], steps)
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("lost", ["worker", "server"])
 @on_engines()
@@ -177,7 +174,6 @@ def test_a_cancel_after_a_restart_publishes_the_last_checkpoint(training, lost):
             require_last_checkpoint(training, reached)
 
 
-@pytest.mark.slow
 @on_engines(jobset=pytest.mark.long)
 def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(training):
     with training.begun(STEPS, every=STEPS):

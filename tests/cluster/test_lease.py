@@ -13,7 +13,7 @@ from flotilla.trainer.cluster.lease import lease_uri
 from flotilla.trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
 from tests.cluster.launched import SECONDS, launched
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EVERY = 200
 STEPS = 2000
@@ -78,7 +78,6 @@ def left_elsewhere(run):
     return place
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "is_elsewhere", [False, pytest.param(True, marks=pytest.mark.long)], ids=["here", "elsewhere"]
 )
@@ -106,7 +105,6 @@ def test_after_a_kill_the_next_launcher_waits_only_for_a_lease_of_another_machin
     assert [each.released for each in holders(again)] == [True]
 
 
-@pytest.mark.slow
 def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)

@@ -19,7 +19,7 @@ from tests.cluster.strangers import open_ports, other_addresses, reached
 from tests.conftest import ROOT
 from tests.trainer.telemetry.test_metrics import scrape
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 RUN = {"training": {"steps": 10**7, "checkpoint_every": 200}, "cluster": {"workers": 2}}
@@ -81,7 +81,6 @@ def watched(config, port):
     return {"training": training, "cluster": {**config["cluster"], "metrics_port": port}}
 
 
-@pytest.mark.slow
 def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, tmp_path, port):
     secret = tmp_path / "secret.txt"
     secret.write_text("secret", encoding="utf-8")
@@ -106,7 +105,6 @@ def test_strangers_reach_no_task_of_a_run_that_is_scraped_and_profiled(dataset, 
         scrape_until(port, lambda each: (each.get(back), each.get(alive)) == (1, 2))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tasks"),
     [
@@ -164,7 +162,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
 def test_all_tasks_train_and_publish(folder, dataset):
     training = {"steps": 100, "checkpoint_every": 50, "validate_every": 0}
     checkpoints = storage.uri_of(folder / "checkpoints")
@@ -276,7 +273,6 @@ def fail(dataset, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
 def test_a_function_that_raises(fail):
     failed = fail("single", "never", ends=2)
     line = line_with("no weights here")
@@ -299,7 +295,6 @@ def test_a_function_that_raises(fail):
         ),
     ],
 )
-@pytest.mark.slow
 def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy):
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
@@ -318,7 +313,6 @@ def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy)
     assert run.events(AttemptBegin) == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
 def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     failed = fail(strategy, "late", error="traced")
@@ -327,7 +321,6 @@ def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     assert "in reshaped" in failed.traceback
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
 def test_a_layer_whose_graph_fails_on_an_example(fail, strategy):
     failed = fail(strategy, "late", error="run")

@@ -17,13 +17,12 @@ from tests.cluster.looking import MORE
 from tests.cluster.problems import values_of
 from tests.cluster.servers import serving
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 
 MOST_BYTES = 800
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_a_look_leaves_nothing_in_the_memory_of_a_server(tmp_path):
     config = {
@@ -46,7 +45,6 @@ CONFIG = {
 WORKERS = [Task(role="worker", index=index) for index in range(2)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("given_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
 def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, given_by):
     with (
@@ -97,7 +95,6 @@ def settings_of_parts(steps: int, servers: int = 2, **training: object) -> dict[
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.slow
 def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before(dataset, tmp_path):
     with (
         reserve_cluster({"chief": 1, "ps": 2, "worker": 1}) as cluster,

@@ -140,8 +140,8 @@ def run(kube, engine, tmp_path):
 @on_engines()
 def test_an_image_without_flotilla_survives_lost_containers_and_a_cancel(run, kube):
     # In its first attempt, the program waits after it has saved at this step.
-    run.program = {"env": {"WAITS_AT": "60"}}
-    with run.begun(4000):
+    run.program, roles = {"env": {"WAITS_AT": "60"}}, {"ps": 1, "worker": 1}
+    with run.begun(4000, **roles):
         assert "image/bin/python3" in run.wait_for("no flotilla here")
         run.wait_for("saved 60")
         # The agent looks for checkpoints once per second, but it must publish this one although the
@@ -163,14 +163,14 @@ def test_an_image_without_flotilla_survives_lost_containers_and_a_cancel(run, ku
     assert sum("worker 0 begins at" in line for line in run.lines) == 2
     kept = run.published()
     assert kept >= 150
-    assert not run.is_over(4000)
+    assert not run.is_over(4000, **roles)
     kube.store.wait(lambda: not kube.of_jobs())
-    with run.begun(kept + 40):
+    with run.begun(kept + 40, **roles):
         line = run.wait_for("worker 0 begins at")
         code, message = run.end()
     assert int(line.split()[-1]) == kept
     assert (code, run.published()) == (0, kept + 40), message
-    assert run.is_over(kept + 40)
+    assert run.is_over(kept + 40, **roles)
     kube.store.wait(lambda: not kube.of_jobs())
 
 

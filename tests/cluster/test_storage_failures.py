@@ -15,7 +15,7 @@ from tests.cluster.launched import launched
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EVERY = 100
 
@@ -48,7 +48,6 @@ def fill(folder):
     return filler
 
 
-@pytest.mark.slow
 def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     dataset, tmp_path, small_disk
 ):
@@ -69,7 +68,6 @@ def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     assert again.newest() == last + EVERY
 
 
-@pytest.mark.slow
 def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
     dataset, tmp_path, monkeypatch, s3
 ):

@@ -20,7 +20,7 @@ from tests.cluster.test_job import PUBLISHED
 from tests.kubernetes.cluster import shared
 from tests.pipelines.called import Called, call, calling, setting
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 SETTINGS = {
     "training": {"steps": 2000, "checkpoint_every": 200, "validate_every": 0},
@@ -28,7 +28,6 @@ SETTINGS = {
 }
 
 
-@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(dataset, tmp_path):
     endless = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
     with launched(endless, dataset, tmp_path) as run:
@@ -44,7 +43,6 @@ def test_a_second_interrupt_ends_at_once(dataset, tmp_path):
     assert not alive
 
 
-@pytest.mark.slow
 def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_path):
     cluster = {**SETTINGS["cluster"], "max_restarts": 0}
     with launched({**SETTINGS, "cluster": cluster}, dataset, tmp_path) as run:
@@ -96,10 +94,7 @@ def model(spec):
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        pytest.param(each, marks=pytest.mark.slow if each in QUICK else pytest.mark.long)
-        for each in STRATEGIES
-    ],
+    [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in STRATEGIES],
 )
 def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
     dataset, tmp_path, monkeypatch, strategy
@@ -114,10 +109,10 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
     assert run.newest() == COMPLETION_STEPS
     path = tmp_path / "run" / "checkpoints" / END_FILE
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS
-    first, *others = run.events(Restart)
-    assert first.cause == f"signal {signal.SIGKILL.name}"
-    # A mirrored strategy also restarts the other workers.
-    assert {each.restarts for each in others} <= {1}
+    # A mirrored strategy also restarts the other worker, which may be the first on a busy machine.
+    restarts = run.events(Restart)
+    assert f"signal {signal.SIGKILL.name}" in {each.cause for each in restarts}
+    assert {each.restarts for each in restarts} == {1}
 
 
 ATTEMPTS = 5

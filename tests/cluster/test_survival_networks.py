@@ -25,7 +25,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from flotilla.trainer.strategies.self_scheduling import TURN
 from tests.cluster.pods import CHIEF, pods, why_not
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 NAME = "pod.fleet.test"
 # Maximum time until a reconnection, in seconds. Without Flotilla's settings, gRPC resolves a name
@@ -124,7 +124,6 @@ def server(tmp_path, port):
     process.wait()
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not _can_mount(), reason="this user may not mount a file of hosts")
 def test_a_channel_finds_a_task_at_its_new_address(server, tmp_path):
     hosts = tmp_path / "hosts"
@@ -182,7 +181,6 @@ def _end(run) -> int:
     return step
 
 
-@pytest.mark.slow
 def test_a_worker_that_comes_back_at_another_address_trains_again(running_of_rejoin):
     before = running_of_rejoin.pods[WORKER].address
     gone = running_of_rejoin.lose(WORKER)
@@ -248,7 +246,6 @@ def relay(server):
     made.close()
 
 
-@pytest.mark.slow
 def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answered(
     relay, tmp_path
 ):

@@ -12,7 +12,7 @@ from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import by_hand
 from tests.cluster.launched import launched
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EVERY = 200
 
@@ -34,7 +34,6 @@ def settings(strategy: str, **cluster: object) -> dict[str, object]:
 ASYNC, SYNC, MIRRORED = "async_parameter_server", "sync_parameter_server", "multi_worker_mirrored"
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(
     ("strategy", "task", "attempts"),
@@ -77,7 +76,6 @@ def test_a_stopped_task_costs_at_most_an_attempt(dataset, tmp_path, strategy, ta
         assert attempt.global_step % EVERY == 0
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_path):
     waits, stops = (Task(role="worker", index=index) for index in range(2))

@@ -12,7 +12,7 @@ from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from tests.cluster.problems import FAILURE
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 BATCH = 8
 NEAR = 1e-5
@@ -81,7 +81,6 @@ def failure(leading: Leading, servers: Servers) -> str:
     return (servers.folder / str(CHIEF) / "log.txt").read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @IN_TURNS
 def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
     # Run lengths: more than a turn, a whole number of turns, and less than a turn.
@@ -95,7 +94,6 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
     assert_adds_up(outcome, runs, needed=2)
 
 
-@pytest.mark.slow
 def test_each_worker_computes_its_own_gradients(two_workers):
     known = two_workers.lead(trial("problems:equal", [4])).reports
     found = two_workers.lead(trial("problems:located", [4])).reports
@@ -103,7 +101,6 @@ def test_each_worker_computes_its_own_gradients(two_workers):
     assert found[-1]["loss"] == pytest.approx(known[-1]["loss"] + 50, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "problem", ["problems:clipped", pytest.param("problems:embedded", marks=pytest.mark.long)]
 )
@@ -158,7 +155,6 @@ def test_what_comes_late_is_dropped_and_counted(three_workers):
     assert all(before <= after for before, after in pairwise(dropped))
 
 
-@pytest.mark.slow
 def test_updates_go_on_without_a_worker_that_died(tmp_path):
     runs = [20, 400, 20]
     with serving(tmp_path, ps=1, workers=2) as servers:
@@ -192,14 +188,12 @@ def test_a_chief_on_the_servers_of_a_dead_one_computes_as_if_they_were_new(two_w
     assert (again.reports, again.variables) == (undisturbed.reports, undisturbed.variables)
 
 
-@pytest.mark.slow
 def test_a_worker_that_fails_for_good_ends_the_run_with_its_error(two_workers):
     leading = two_workers.start_lead(trial("problems:failing", [20, 400], worker=1, after=50))
     leading.next()
     assert FAILURE in failure(leading, two_workers)
 
 
-@pytest.mark.slow
 def test_a_dead_parameter_server_ends_the_run(tmp_path):
     with serving(tmp_path, ps=2, workers=2) as servers:
         leading = servers.start_lead(trial("problems:equal", [20, 100_000]))

@@ -24,7 +24,7 @@ from tests.cluster.lookups import DIMENSION
 from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net, values_of
 from tests.cluster.servers import CHIEF, Servers, Trial, serving
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000
@@ -93,7 +93,6 @@ def asynchronous(relayed):
     )
 
 
-@pytest.mark.slow
 def test_half_of_the_rows_stand_on_each_server(asynchronous):
     for said, rows in zip(asynchronous, (SMALL, LARGE, LARGE), strict=True):
         devices, shapes = said["devices"], said["shapes"]
@@ -103,7 +102,6 @@ def test_half_of_the_rows_stand_on_each_server(asynchronous):
         assert [shapes[f"model/table/shard_{n}"] for n in (0, 1)] == [[rows // 2, DIMENSION]] * 2
 
 
-@pytest.mark.slow
 def test_the_slots_of_the_optimizer_are_on_the_server_of_their_shard(asynchronous):
     devices = asynchronous[0]["devices"]
     for shard in ("shard_0", "shard_1"):
@@ -112,20 +110,17 @@ def test_the_slots_of_the_optimizer_are_on_the_server_of_their_shard(asynchronou
         assert {devices[slot] for slot in slots} == {devices[f"model/table/{shard}"]}
 
 
-@pytest.mark.slow
 def test_a_step_moves_as_much_for_a_large_table_as_for_a_small_one(asynchronous):
     small, large, _ = (said["bytes"] for said in asynchronous)
     assert large == pytest.approx(small, rel=0.1)
     assert large < ROUND_TRIPS + BATCH * EXAMPLE
 
 
-@pytest.mark.slow
 def test_a_step_moves_more_for_a_larger_batch(asynchronous):
     _, large, batch = (said["bytes"] for said in asynchronous)
     assert (batch - large) / (3 * BATCH) == pytest.approx(EXAMPLE, rel=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
 )
@@ -135,7 +130,6 @@ def test_no_table_moves_where_the_chief_applies_the_updates(relayed, strategy):
     assert large["bytes"] < 3 * (ROUND_TRIPS + BATCH * EXAMPLE)
 
 
-@pytest.mark.slow
 def test_no_table_moves_where_gradients_are_clipped_by_their_norm(relayed):
     (said,) = measured(
         relayed, "async_parameter_server", [(LARGE, BATCH)], "adagrad", global_clipnorm=1.0
@@ -191,7 +185,6 @@ def grown(outcome):
     return rows
 
 
-@pytest.mark.slow
 def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
     outcome = servers.lead(trial("async_parameter_server", [20, 100], 2, 2))
     rows = grown(outcome)
@@ -215,7 +208,6 @@ def test_an_asynchronous_table_is_taken_over_by_one_server(servers, tmp_path):
     assert apart < 0.2 < min(np.abs(row).max() for row in rows.values())
 
 
-@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("strategy", ["sync_parameter_server", "in_graph"])
 def test_it_grows_under_the_synchronous_strategies(servers, strategy):
@@ -240,7 +232,6 @@ def pretrained(tmp_path_factory):
     return file
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
@@ -322,7 +313,6 @@ def require_begun_with(uri, found, run):
     assert any((last[key] != first[key]).any() for key in first)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -338,7 +328,6 @@ def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, stra
     require_begun_with(uri, found, run)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -355,7 +344,6 @@ def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
     require_begun_with(uri, found, run)
 
 
-@pytest.mark.slow
 def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     _, dataset, uri = digits
     config = {

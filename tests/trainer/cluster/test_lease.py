@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -63,8 +64,8 @@ def leases(place, uri):
     return {name: json.loads(data) for name, data in content.items()}
 
 
-def refused(act):
-    with pytest.raises(LeaseHeldError) as caught:
+def line_of(kind, act):
+    with pytest.raises(kind) as caught:
         act()
     line = str(caught.value)
     assert caught.value.exit_code == 1
@@ -72,13 +73,7 @@ def refused(act):
     return line
 
 
-def lost(act):
-    with pytest.raises(LeaseLostError) as caught:
-        act()
-    line = str(caught.value)
-    assert caught.value.exit_code == 1
-    assert "\n" not in line
-    return line
+refused, lost = partial(line_of, LeaseHeldError), partial(line_of, LeaseLostError)
 
 
 @pytest.mark.parametrize("place", ["file", "gs", "s3", "minio"], indirect=True)
