@@ -103,11 +103,6 @@ def held(monkeypatch, tmp_path):
     return hold
 
 
-def in_order(values, test=TEST):
-    """Return the values of the test rows, in the order of the shards."""
-    return values[:test]
-
-
 def numbers(rows=ROWS):
     return RANDOM.normal(size=rows).astype("float32")
 
@@ -131,7 +126,7 @@ def test_a_table_of_two_classes(tmp_path):
         assert each.skipped == ""
         assert (each.rows, each.of_rows) == (ROWS - TEST, ROWS - TEST)
         assert each.outputs.shape == (TEST, 1)
-        assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.9
+        assert ((each.outputs[:, 0] > 0) == label[:TEST]).mean() > 0.9
     assert found["linear"].made_by == "scikit-learn LogisticRegression"
 
 
@@ -163,7 +158,7 @@ def test_numbers_keep_their_units(held):
         task = Regression(target(dtype="float32", moments=moments), standardize=standardize)
         for each in fit_baselines(task, splits):
             assert (each.skipped, each.outputs.shape) == ("", (TEST, 1))
-            error = np.asarray(task.predictions(each.outputs))[:, 0] - in_order(label)
+            error = np.asarray(task.predictions(each.outputs))[:, 0] - label[:TEST]
             assert np.abs(error).mean() < 1e11
 
 
@@ -180,8 +175,8 @@ def test_several_labels_are_learnt_one_by_one(held):
     assert found[0].made_by == "scikit-learn LogisticRegression and Ridge"
     for each in found:
         assert each.skipped == ""
-        assert ((each.outputs["row"] > 0) == in_order(row)).mean() > 0.9
-        assert np.abs(each.outputs["sum"][:, 0] - in_order(x + y)).mean() < 0.5
+        assert ((each.outputs["row"] > 0) == row[:TEST]).mean() > 0.9
+        assert np.abs(each.outputs["sum"][:, 0] - (x + y)[:TEST]).mean() < 0.5
 
 
 WORDS = {
@@ -210,7 +205,7 @@ def test_texts(held, tmp_path, kind):
     (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert (found.name, found.skipped) == ("TF-IDF, linear", "")
     assert found.made_by == "scikit-learn LogisticRegression on TF-IDF features"
-    assert ((found.outputs[:, 0] > 0) == in_order(label, test)).all()
+    assert ((found.outputs[:, 0] > 0) == label[:test]).all()
 
 
 def test_a_table_with_a_text_leaves_it_out_of_the_trees(held):
@@ -220,7 +215,7 @@ def test_a_table_with_a_text_leaves_it_out_of_the_trees(held):
     found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert list(found) == ["linear", "gradient boosting"]
     assert found["gradient boosting"].made_by.endswith("Classifier, without note")
-    assert ((found["linear"].outputs[:, 0] > 0) == in_order(label)).all()
+    assert ((found["linear"].outputs[:, 0] > 0) == label[:TEST]).all()
 
 
 COLUMNS = {
@@ -258,7 +253,7 @@ def test_odd_columns_do_not_hide_another_one(tmp_path):
         assert each.skipped == ""
         # With 600 noise columns and 280 rows, a linear model does worse.
         if each.name != "linear":
-            assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.8
+            assert ((each.outputs[:, 0] > 0) == label[:TEST]).mean() > 0.8
 
 
 @pytest.mark.parametrize("rows", [1, 20])
@@ -285,7 +280,7 @@ def test_examples_without_weight_are_none(tmp_path):
     splits = published(tmp_path, columns, weight="weight")
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert (each.rows, each.of_rows) == (ROWS // 2 - TEST, ROWS - TEST)
-        assert ((each.outputs[:, 0] > 0) == in_order(label)).mean() > 0.9
+        assert ((each.outputs[:, 0] > 0) == label[:TEST]).mean() > 0.9
     splits = published(tmp_path / "none", {**columns, "weight": weight * 0}, weight="weight")
     (found,) = fit_baselines(BinaryClassification(target()), splits)
     assert found.skipped == "the weights of all training examples are 0"
@@ -299,7 +294,7 @@ def test_a_sample_is_drawn_and_only_the_first_ones_are_answered(tmp_path, monkey
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert (each.rows, each.of_rows) == (100, ROWS - TEST)
         assert len(each.outputs) == 100
-        assert ((each.outputs[:, 0] > 0) == in_order(x > 0)[:100]).mean() > 0.9
+        assert ((each.outputs[:, 0] > 0) == (x[:100] > 0)).mean() > 0.9
 
 
 def test_recommendations(tmp_path):
@@ -322,7 +317,7 @@ def test_recommendations(tmp_path):
     outputs = found["item-item"].outputs
     size = (outputs.shape[1] - 1) // 2
     fits = np.sum(outputs[:, 1 : 1 + size] * outputs[:, 1 + size :], axis=1)
-    taken = in_order(columns["label"]).astype(bool)
+    taken = columns["label"][:TEST].astype(bool)
     assert fits[taken].min() > np.median(fits[~taken])
     assert outputs[taken, 0].mean() > outputs[~taken, 0].mean() + 1
     assert found["popularity"].outputs.shape == (TEST, 3)

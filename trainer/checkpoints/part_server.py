@@ -222,16 +222,14 @@ class PartServer:
             ):
                 return _ACTIONS[request.action](self._folder, request)
         except UserError as error:
-            transient = isinstance(error, storage.Unavailable) or _may_pass(error.__cause__)
+            cause = error.__cause__
+            may_pass = isinstance(cause, OSError) and cause.errno in PASSING
+            transient = may_pass or isinstance(error, storage.Unavailable)
             return Reply(error=f"{self._task}: {error}", transient=transient)
         # A store's client may raise any exception, and the chief needs a reply.
         except Exception as error:
             log.exception("a request for a checkpoint part failed")
             return Reply(error=f"{self._task}: {type(error).__name__}: {error}")
-
-
-def _may_pass(error: BaseException | None) -> bool:
-    return isinstance(error, OSError) and error.errno in PASSING
 
 
 def _write(target: Path, reply: Reply) -> None:

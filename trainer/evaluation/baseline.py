@@ -54,17 +54,9 @@ def judge_baselines(objective: Objective, own: Examples, splits: Splits) -> list
 
 
 def _judge(objective: Objective, own: Examples, baseline: Baseline) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "name": baseline.name,
-        "made_by": baseline.made_by,
-        "rows": baseline.rows,
-        "of_rows": baseline.of_rows,
-        "seconds": baseline.seconds,
-        "metrics": {},
-        "paired": {},
-        "beats": False,
-        "skipped": baseline.skipped,
-    }
+    names = ("name", "made_by", "rows", "of_rows", "seconds")
+    found: dict[str, Any] = {name: getattr(baseline, name) for name in names}
+    found |= {"metrics": {}, "paired": {}, "beats": False, "skipped": baseline.skipped}
     if not baseline.skipped and (bad := unsound(baseline.outputs)):
         found["skipped"] = f"it returns non-finite numbers for {bad} examples"
     if found["skipped"]:

@@ -55,8 +55,9 @@ def load_champion(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Cha
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind}, but the champion must be a {KIND}")
     with storage.check_form(f"the manifest of {uri}"):
-        classes = _classes(uri, manifest, task)
-        if difference := _difference(manifest, classes, task, spec):
+        known = {"": read_labels(uri), **(manifest.fields.get("labels") or {})}
+        classes = {name: (known.get(name, []), part.labels) for name, part in task.parts.items()}
+        if difference := _difference(manifest.fields, classes, task, spec):
             return Champion(uri=uri, answer=None, incomparable=difference)
         turned = [name for name, (their, own) in classes.items() if not are_same(their, own)]
         names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
@@ -132,22 +133,12 @@ def compare_champion(
     }
 
 
-_Classes = Mapping[str, tuple[Sequence[str], Sequence[str]]]
-
-
-def _classes(uri: str, manifest: storage.Manifest, task: Task) -> _Classes:
-    alone = read_labels(uri)
-    theirs = manifest.fields.get("labels") or {}
-    return {
-        name: (theirs.get(name, [] if name else alone), part.labels)
-        for name, part in task.parts.items()
-    }
-
-
 def _difference(
-    manifest: storage.Manifest, classes: _Classes, task: Task, spec: DatasetSpec
+    fields: Mapping[str, Any],
+    classes: Mapping[str, tuple[Sequence[str], Sequence[str]]],
+    task: Task,
+    spec: DatasetSpec,
 ) -> str:
-    fields = manifest.fields
     takes = describe_inputs(spec)
     if _sort_by_feature(fields["inputs"]) != _sort_by_feature(takes):
         return (

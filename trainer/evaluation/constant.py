@@ -116,10 +116,8 @@ def _best(objective: Objective, own: Examples) -> dict[str, _Best]:
             value = values.get(name)
             if not better or value is None:
                 continue
-            known = best.get(name)
-            if known is None or (
-                value > known.value if better == "higher" else value < known.value
-            ):
+            sign, known = (1 if better == "higher" else -1), best.get(name)
+            if known is None or sign * value > sign * known.value:
                 best[name] = _Best(float(value), each)
     return best
 

@@ -43,8 +43,8 @@ class Judges:
         """Return remarks on why a checkpoint's metrics on this dataset may be too good."""
         fields, lines = _read_fields(checkpoint), []
         test, train = (self.dataset.splits[split] for split in (_TEST, _TRAIN))
-        limit = self.limits.limit("leakage")
-        if found := find_copies(self.dataset, test, train, self._significance, limit):
+        significance, leakage = map(self.limits.limit, ("significance", "leakage"))
+        if found := find_copies(self.dataset, test, train, significance, leakage):
             lines.append(
                 f"{found} are also in the training split, so the metrics are too optimistic; split "
                 "by data.group, or remove the copies"
@@ -57,13 +57,10 @@ class Judges:
             )
         return lines
 
-    @property
-    def _significance(self) -> float:
-        return self.limits.limit("significance")
-
     def _find_trained(self, datasets: Iterable[DatasetProfile]) -> Copies | None:
         known = _merge(each.splits[_TRAIN] for each in datasets)
-        return find_new_copies(self.dataset, known, self._significance) if known else None
+        significance = self.limits.limit("significance")
+        return find_new_copies(self.dataset, known, significance) if known else None
 
     def judge_champion(self, uri: str, metric: str, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the champion's original results as `own`, and `remarks` on them.
@@ -74,11 +71,7 @@ class Judges:
         fields, lineage = manifest.fields, manifest.fields.get("lineage", {})
         own: dict[str, Any] = {"date": manifest.created[:10], "metrics": lineage.get("metrics", {})}
         uri = str(fields.get("made_from", {}).get("dataset", ""))
-        try:
-            there = make_profile(uri)
-        except storage.Unavailable:
-            raise
-        except UserError:
+        if (there := _read_profile(uri)) is None:
             line = (
                 f"The champion's dataset {uri} cannot be read, so the champion may have been "
                 "trained on these test examples"
@@ -94,15 +87,11 @@ class Judges:
                 "and the comparison is unfair; keep data.seed and data.splits, or give this model "
                 "another name"
             )
-        if self._are_others(there):
-            remarks.append(self._compare_test_sets(own, metric, metrics.get(metric)))
+        if _TEST in there.splits:
+            asked, shared = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
+            if 2 * shared < asked:
+                remarks.append(self._compare_test_sets(own, metric, metrics.get(metric)))
         return {"own": own, "remarks": remarks}
-
-    def _are_others(self, there: DatasetProfile) -> bool:
-        if _TEST not in there.splits:
-            return False
-        asked, found = count_shared(there.splits[_TEST], self.dataset.splits[_TEST])
-        return 2 * found < asked
 
     def _compare_test_sets(self, own: Mapping[str, Any], metric: str, now: Any) -> str:
         there = _describe(own["examples"], own["spans"])
@@ -142,13 +131,16 @@ def _read_fields(checkpoint: str) -> Mapping[str, Any]:
 
 
 def _profiles(uris: Iterable[str]) -> Iterator[DatasetProfile]:
-    for uri in dict.fromkeys(uris):
-        try:
-            yield make_profile(uri)
-        except storage.Unavailable:
-            raise
-        except UserError:
-            continue
+    return filter(None, map(_read_profile, dict.fromkeys(uris)))
+
+
+def _read_profile(uri: str) -> DatasetProfile | None:
+    try:
+        return make_profile(uri)
+    except storage.Unavailable:
+        raise
+    except UserError:
+        return None
 
 
 def _merge(splits: Iterable[SplitProfile]) -> SplitProfile | None:

@@ -103,15 +103,12 @@ def evaluate(  # noqa: PLR0913, PLR0917
     answer = opponent.answer if opponent else None
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
-        writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
+        writer = Writer(folder / "predictions", columns, spec.examples(SPLIT), objective.task)
         with closing(writer), _naming(dataset), Work(_PREDICTING, "rows", writer.rows) as work:
             found = predict(objective, trained.model, spec, batches, writer, answer, work.add)
         _require_sound(spec, found, dataset, checkpoint)
-        summary = {
-            **summarize_predictions(spec, objective, found, features),
-            "global_step": trained.global_step,
-            **trained.described,
-        }
+        summary = summarize_predictions(spec, objective, found, features)
+        summary |= {"global_step": trained.global_step, **trained.described}
         judges = Judges.load(dataset, config.data.gate)
         remarks = judges.remarks(checkpoint) if judges else []
         summary["remarks"] = [*remarks, *describe_taken(config.program.outputs, trained.described)]
@@ -123,9 +120,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
             summary["baselines"] = judge_baselines(objective, found.own, splits)
-        _write(folder, summary := finite(summary), found)
-        fields = {name: summary[name] for name in ("metrics", "global_step")}
-        storage.publish(folder, output, kind=KIND, fields={"made_from": made_from, **fields})
+        summary = finite(summary)
+        _publish(folder, summary, found, made_from, output)
     return Evaluation(uri=output, metrics=_drop_undefined(summary["metrics"]))
 
 
@@ -160,10 +156,19 @@ def _naming(dataset: str) -> Iterator[None]:
         raise UserError(f"the {SPLIT} split of {dataset} has {error}") from None
 
 
-def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
+def _publish(
+    folder: Path,
+    summary: dict[str, Any],
+    found: Predictions,
+    made_from: Mapping[str, str],
+    output: str,
+) -> None:
     summary["worst"] = found.worst.write(folder)
-    _write_json(folder / "curves.json", summary.pop("curves", []))
-    _write_json(folder / "metrics.json", summary)
+    for name, tree in (("curves", summary.pop("curves", [])), ("metrics", summary)):
+        text = json.dumps(tree, indent=1, ensure_ascii=False, allow_nan=False)
+        (folder / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    fields = {name: summary[name] for name in ("metrics", "global_step")}
+    storage.publish(folder, output, kind=KIND, fields={"made_from": made_from, **fields})
 
 
 def _read(uri: str) -> Evaluation:
@@ -322,8 +327,3 @@ def summarize_predictions(
         "constant": constant.compare_constant(objective, found.own, summary["metrics"], main),
         "slices": slices,
     }
-
-
-def _write_json(path: Path, tree: object) -> None:
-    text = json.dumps(tree, indent=1, ensure_ascii=False, allow_nan=False)
-    path.write_text(text + "\n", encoding="utf-8")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -88,7 +88,8 @@ class Worst:
             row = dict(example.row)
             pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
             if pictured is None:
-                row["inputs"] = ", ".join(_describe(n, v) for n, v in example.inputs.items())
+                texts = (f"{n} {_values(np.ravel(v))}" for n, v in example.inputs.items())
+                row["inputs"] = ", ".join(texts)
                 row["columns"] = {n: _cell(v) for n, v in example.inputs.items()}
             else:
                 row["picture"] = f"worst/{place:02d}.png"
@@ -132,10 +133,6 @@ def _png(values: Any) -> bytes:
     return encoded
 
 
-def _describe(name: str, values: Any) -> str:
-    return f"{name} {_values(np.ravel(values))}"
-
-
 def _cell(values: Any) -> float | int | str:
     flat = np.ravel(values)
     if flat.size == 1 and flat.dtype.kind in "iuf" and np.isfinite(flat[0]):
@@ -150,7 +147,9 @@ def _values(flat: Any) -> str:
 
 
 Answer = Callable[[Mapping[str, tf.Tensor]], Any]
-_LABEL, _OUTPUT, _WEIGHT, _CHAMPION = "label", "output", "weight", "champion_output"
+_OUTPUT, _CHAMPION, _COLUMN = "output", "champion_output", "column"
+# The names of the columns for the fields of a part.
+_OF_PART = ("label", _OUTPUT, "weight", _COLUMN)
 
 
 class Column:
@@ -249,30 +248,28 @@ class Predictions:
 class Writer:
     """Writes the outputs of the models for a stream of examples."""
 
-    def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
-        """Store predictions in `folder`, and columns that only slices need in `scratch`."""
+    def __init__(self, folder: Path, scratch: Path, rows: int, task: Task) -> None:
+        """Store predictions in `folder`, and columns that only metrics need in `scratch`."""
         self._folder, self._scratch, self.rows = folder, scratch, rows
+        # Store all strings of the task's columns, because metrics by user need all user ids.
+        self._all_texts = task.columns
         self._columns: dict[str, Any] = {}
         self.count = 0
 
-    def add(
-        self, name: str, tree: Any, folder: Path | None = None, all_texts: Collection[str] = ()
-    ) -> None:
-        """Append a batch to the columns called `name`. Columns in `all_texts` store all strings."""
+    def add(self, name: str, tree: Any) -> None:
+        """Append a batch to the columns called `name`."""
         if name not in self._columns:
-            self._columns[name] = self._open_columns(name, tree, folder or self._folder, all_texts)
+            self._columns[name] = self._open_columns(name, tree)
         for column, values in zip(
             tf.nest.flatten(self._columns[name]), tf.nest.flatten(tree), strict=True
         ):
             if column is not None:
                 column.add(values)
 
-    def add_batch(self, part: Part, all_texts: Collection[str] = ()) -> None:
-        """Append a batch. Columns in `all_texts` store all strings."""
-        self.add(_LABEL, part.labels)
-        self.add(_OUTPUT, part.outputs)
-        self.add(_WEIGHT, part.weights)
-        self.add("column", part.columns, self._scratch, all_texts)
+    def add_batch(self, part: Part) -> None:
+        """Append a batch."""
+        for name, tree in zip(_OF_PART, part, strict=True):
+            self.add(name, tree)
         self.count += len(tf.nest.flatten(part.labels)[0])
 
     def close(self) -> None:
@@ -286,17 +283,18 @@ class Writer:
         if outputs not in self._columns:
             return None
         self.close()
-        chosen = (self._columns[name] for name in (_LABEL, outputs, _WEIGHT, "column"))
-        return Stored(self.count, Part(*chosen))
+        chosen = {**self._columns, _OUTPUT: self._columns[outputs]}
+        return Stored(self.count, Part(*(chosen[name] for name in _OF_PART)))
 
-    def _open_columns(self, name: str, tree: Any, folder: Path, all_texts: Collection[str]) -> Any:
+    def _open_columns(self, name: str, tree: Any) -> Any:
         if tree is None:
             return None
+        folder = self._scratch if name == _COLUMN else self._folder
         if not isinstance(tree, Mapping):
             return Column(folder / f"{name}.npy", self.rows)
         paths = {key: folder / f"{name}_{n}_{layer_name(key)}.npy" for n, key in enumerate(tree)}
         return {
-            key: Column(path, self.rows, has_all_texts=key in all_texts)
+            key: Column(path, self.rows, has_all_texts=name == _COLUMN and key in self._all_texts)
             for key, path in paths.items()
         }
 
@@ -348,8 +346,7 @@ def predict(  # noqa: PLR0913, PLR0917
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
-        # Store all strings of the task's columns, because metrics by user need all user ids.
-        writer.add_batch(part, objective.task.columns)
+        writer.add_batch(part)
         # Non-finite outputs have no loss. The caller raises an error once all of them are counted.
         if not bad:
             worst.look(named, part)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
 from flotilla.trainer.tasks.base import Examples, Part, Tally, sample_examples
-from flotilla.trainer.tasks.objective import Objective, select_rows
+from flotilla.trainer.tasks.objective import Measuring, Objective, select_rows
 
 # Maximum number of distinct values of a column that has a slice for each value. If there are more,
 # numbers are divided into quartiles, and only the most frequent strings have a slice.
@@ -28,8 +27,7 @@ Values = npt.NDArray[Any]
 Places = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cut:
+class Cut(NamedTuple):
     """The slices of a feature: their names, and a function from values to slice indices."""
 
     names: tuple[str, ...]
@@ -55,7 +53,7 @@ def slice_metrics(
                 tallies[column][place].add(select_rows(part, places == place))
     return {
         column: [
-            {"value": name, "examples": tally.count, **_measure(tally)}
+            _measure(name, tally)
             for name, tally in zip(cut.names, tallies[column], strict=True)
             if tally.count
         ]
@@ -63,9 +61,10 @@ def slice_metrics(
     }
 
 
-def _measure(tally: Tally) -> dict[str, Any]:
+def _measure(name: str, tally: Measuring) -> dict[str, Any]:
     found = tally.result()
-    return {kind: found[kind] for kind in ("metrics", "intervals")}
+    metrics, intervals = found["metrics"], found["intervals"]
+    return {"value": name, "examples": tally.count, "metrics": metrics, "intervals": intervals}
 
 
 def condensing(examples: Examples, tallies: Sequence[Tally]) -> Iterator[Part]:

@@ -59,8 +59,7 @@ def choose_thresholds(  # noqa: PLR0913, PLR0917
             _, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
             outputs = forward(batch[0])
             for name, columns in found.items():
-                true, logits = (each[name] if name else each for each in (labels, outputs))
-                columns.append(_columns(true, logits, weights))
+                columns.append(_columns(name, labels, outputs, weights))
             work.add(len(tf.nest.flatten(labels)[0]))
     return {
         name: _choose(name, *map(np.concatenate, zip(*columns, strict=True)))
@@ -74,13 +73,13 @@ def compute_thresholds(
     """Return the threshold of each output, given a model's outputs for validation examples."""
     found = {}
     for name in parts:
-        true, logits = (each[name] if name else each for each in (labels, outputs))
-        value = best(*_columns(true, logits, weights))
+        value = best(*_columns(name, labels, outputs, weights))
         found[name] = Threshold() if value is None else Threshold(value, SPLIT, len(weights))
     return found
 
 
-def _columns(labels: Any, outputs: Any, weights: Any) -> tuple[Array, Floats, Floats]:
+def _columns(name: str, labels: Any, outputs: Any, weights: Any) -> tuple[Array, Floats, Floats]:
+    labels, outputs = (each[name] if name else each for each in (labels, outputs))
     sure = tf.sigmoid(outputs[:, 0]).numpy()
     weighs = np.ones(len(sure)) if weights is None else np.asarray(weights, np.float64).ravel()
     return np.asarray(labels).ravel() == 1, sure, weighs

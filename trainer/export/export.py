@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,37 +124,32 @@ def export(  # noqa: PLR0913, PLR0917
             objective = tasks.make_objective(config, spec)
             trained = load_trained_model(config, spec, objective, checkpoint, scratch, dataset)
             formats = _list_formats(config, trained)
-            calibrated = any(FORMATS[form].calibrated for form in formats)
-            subject = _original(trained.model, objective, spec, dataset, scratch, calibrated)
+            subject = _original(trained.model, objective, spec, dataset, scratch, formats)
             fields = {
-                **_describe(config, subject, trained.global_step, evaluation, made_from),
-                "decision": decision,
-                "formats": formats,
-                **trained.described,
+                **_describe(config, subject, trained.global_step, dataset, evaluation),
+                **{"decision": decision, "evaluation": evaluation, "made_from": made_from},
+                **{"formats": formats, **trained.described},
             }
             parity = _write_forms(folder, subject, fields, process)
         if "keras" in fields["formats"]:
             fields["keras_modules"] = keras_file.list_modules(folder / format_path("keras", "", 0))
         if spec.learnt.data:
             (folder / statistics.FILE).write_bytes(spec.learnt.data)
-        _write_json(folder / "parity.json", parity)
-        _write_json(folder / "config.json", hide_environment(config.model_dump(mode="json")))
-        _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
-        _write_text(folder / "model_card.md", _write_card(config, parity, fields))
+        _write_texts(folder, config, parity, fields, output)
         signing.sign(folder, fields)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
 
 def _describe(
-    config: Config, subject: Original, step: int, evaluation: str, made_from: dict[str, str]
+    config: Config, subject: Original, step: int, dataset: str, evaluation: str
 ) -> dict[str, Any]:
     spec, task = subject.spec, subject.task
     return {
         "name": config.name,
         "global_step": step,
         "inputs": describe_inputs(spec),
-        "reads": read_recorded(spec, storage.read_manifest(made_from["dataset"]), config.data),
+        "reads": read_recorded(spec, storage.read_manifest(dataset), config.data),
         "task": task.name,
         **subject.objective.judged_by,
         "outputs": subject.columns(),
@@ -165,8 +160,6 @@ def _describe(
         "positive": find_positive(task),
         "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, step),
-        "evaluation": evaluation,
-        "made_from": made_from,
     }
 
 
@@ -206,10 +199,10 @@ def _original(  # noqa: PLR0913, PLR0917
     spec: DatasetSpec,
     dataset: str,
     scratch: Path,
-    calibrated: bool,
+    formats: Sequence[str],
 ) -> Original:
     calibration = None
-    if calibrated:
+    if any(FORMATS[form].calibrated for form in formats):
         calibration, _ = next(_batches(spec, dataset, scratch, "train", CALIBRATION_EXAMPLES))
     return Original(
         model=model,
@@ -250,15 +243,24 @@ def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
     return str(decided["evaluation"])
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+def _write_texts(
+    folder: Path,
+    config: Config,
+    parity: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    output: str,
+) -> None:
+    public = hide_environment(config.model_dump(mode="json"))
+    for name, text in {
+        "parity.json": json.dumps(parity, indent=1, ensure_ascii=False),
+        "config.json": json.dumps(public, indent=1, ensure_ascii=False),
+        "kserve.yaml": kserve.service(config.name, output),
+        "model_card.md": _make_card(config, parity, fields),
+    }.items():
+        (folder / name).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
 
-def _write_json(path: Path, tree: object) -> None:
-    _write_text(path, json.dumps(tree, indent=1, ensure_ascii=False))
-
-
-def _write_card(config: Config, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
+def _make_card(config: Config, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     decided = storage.read_json(fields["decision"], "decision.json")
     measured = storage.read_json(decided["evaluation"], "metrics.json")
     # Compute the headline here, because decisions of earlier versions do not contain one.

@@ -204,19 +204,17 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     loaded = tf.saved_model.load(path)
     wanted = {name: spec.features[name] for name in spec.inputs}
 
-    def ask(inputs: Inputs) -> Answers:
-        given = subject.arguments(inputs)
-        answers = loaded.signatures[SERVING](**given)
+    def call(signature: str, given: Mapping[str, Any]) -> Answers:
+        answers = loaded.signatures[signature](**given)
         return {name: values.numpy() for name, values in answers.items()}
 
     def ask_serialized(inputs: Inputs) -> Answers:
         given = {name: np.asarray(inputs[name]) for name in wanted}
         table = make_table(wanted, make_columns(wanted, given))
         records = tf.constant(list(encode_blocks(wanted, table, 1)))
-        answers = loaded.signatures[SERIALIZED](examples=records)
-        return {name: values.numpy() for name, values in answers.items()}
+        return call(SERIALIZED, {"examples": records})
 
-    return ask, ask_serialized
+    return (lambda inputs: call(SERVING, subject.arguments(inputs))), ask_serialized
 
 
 def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
@@ -230,9 +228,7 @@ def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
 
 def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> None:
     serve, takes = _serving(subject)
-    named = None
-    if calibration is not None:
-        named = subject.arguments(calibration)
+    named = None if calibration is None else subject.arguments(calibration)
     try:
         content = convert_to_tflite(serve, takes, named)
     except ConverterError:
@@ -244,11 +240,7 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
 
 def _read_lite(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     ask = reader(path)
-
-    def predict(inputs: Inputs) -> Answers:
-        return ask(subject.arguments(inputs))
-
-    return (predict,)
+    return (lambda inputs: ask(subject.arguments(inputs)),)
 
 
 FORMATS = {

@@ -52,6 +52,12 @@ _LITE = {"tflite", "tflite_int8"}
 # The converter's message for an operation that TensorFlow Lite does not support.
 _NOT_LITE = re.compile(r"'tf\.(\w+)' op is neither")
 
+REQUEST = "request.json"
+SMOKE_EXAMPLES = 3
+SMOKE_SECONDS = 300
+_PROGRAM = Path(__file__).with_name("smoke_request.py")
+
+Fresh = subprocess.Popen[str]
 # Inputs keyed by feature, and (inputs, labels, weights) as the model and the task accept them.
 Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
@@ -231,14 +237,6 @@ def largest_difference(expected: Answers, found: Answers) -> float:
 def _relative(expected: Any, found: Any) -> Any:
     usual = np.sqrt(np.mean(np.square(expected, dtype=np.float64)))
     return np.max(np.abs(found - expected) / np.maximum(np.abs(expected), max(1.0, usual)))
-
-
-REQUEST = "request.json"
-SMOKE_EXAMPLES = 3
-SMOKE_SECONDS = 300
-_PROGRAM = Path(__file__).with_name("smoke_request.py")
-
-Fresh = subprocess.Popen[str]
 
 
 @contextmanager

@@ -6,7 +6,6 @@ manifest. A split is read in the same order as in an evaluation.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,16 +93,12 @@ def say(text: str) -> None:
     events.emit(DataNote(text=text))
 
 
-class Examples(ABC):
+class Examples:
     """The examples to predict, in order. `skipped` counts the unreadable rows so far."""
 
     skipped = 0
     #: Total number of rows, and total size in bytes, or 0 if not known in advance.
     total = size = 0
-
-    @abstractmethod
-    def batches(self, size: int) -> Iterator[Batch]:
-        """Yield all examples in batches of at most `size`. Raises `UserError`."""
 
 
 class FileExamples(Examples):

@@ -65,16 +65,6 @@ def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Column
     return found
 
 
-def unsound(answers: Answers) -> int:
-    """Return the number of examples with predictions that are not finite."""
-    rows = [
-        np.isfinite(each.reshape(len(each), -1)).all(axis=1)
-        for each in answers.values()
-        if each.dtype.kind == "f"
-    ]
-    return int((~np.logical_and.reduce(rows)).sum()) if rows else 0
-
-
 def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
     labels = model.labels.get(output, ())
     made, needs = _KINDS.get(model.kinds[output], (_raw, ()))

@@ -19,19 +19,19 @@ from typing import Any
 
 import pyarrow as pa
 
+from flotilla.trainer.evaluation.predictions import unsound
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.prediction.exported_model import ExportedModel, fetch_model
 from flotilla.trainer.prediction.inputs import (
     STANDARD_OUTPUT,
     Batch,
-    Examples,
     FileExamples,
     Request,
     SplitExamples,
     choose_batch_size,
     say,
 )
-from flotilla.trainer.prediction.output import WRITERS, Writer, make_columns, unsound, write_rows
+from flotilla.trainer.prediction.output import WRITERS, Writer, make_columns, write_rows
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.json_records import read_record, tree_of
 from flotilla.trainer.runtime.masking import printable
@@ -93,7 +93,9 @@ def predict(request: Request) -> Summary:
                 return _predict(model, examples, size, writer)
 
 
-def _predict(model: ExportedModel, examples: Examples, size: int, writer: Writer) -> Summary:
+def _predict(
+    model: ExportedModel, examples: FileExamples | SplitExamples, size: int, writer: Writer
+) -> Summary:
     rows = bad = 0
     began = time.monotonic()
     with Work("predicting", "rows", examples.total, size=examples.size) as work:
@@ -102,7 +104,7 @@ def _predict(model: ExportedModel, examples: Examples, size: int, writer: Writer
             lengths = batch.lengths if model.varying_answers else None
             columns = make_columns(model, answers, lengths)
             writer.write(_join(batch, columns))
-            bad += unsound(answers)
+            bad += unsound([each for each in answers.values() if each.dtype.kind == "f"])
             rows += len(batch.copied)
             work.add(len(batch.copied), batch.size)
     if bad:
@@ -121,7 +123,9 @@ def _join(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
     return pa.table({**copied, **columns})
 
 
-def _examples(model: ExportedModel, request: Request, scratch: Path) -> Examples:
+def _examples(
+    model: ExportedModel, request: Request, scratch: Path
+) -> FileExamples | SplitExamples:
     if request.split:
         return SplitExamples(model, request, scratch)
     if function := model.config.data.map:

@@ -171,19 +171,17 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             # Always allow one different prediction. For few examples, one may exceed the tolerance.
             value = found["lost"]
             limit = max(limit, 1 / found["examples"])
-        yield _make_limit(f"{EXPORTED}{form}", value, limit, "its tolerance")
+        yield _at_most(f"{EXPORTED}{form}", value, limit, "its tolerance")
     count, wanted = len(registry.read_labels(request.model)), manifest.fields["num_labels"]
     note = "" if count == wanted else f"labels.txt has {count} lines, but there are {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
     if limits.max_megabytes:
         size = manifest.total_bytes / _MEGABYTE
-        yield _make_limit("megabytes", size, limits.max_megabytes, "registry.max_megabytes")
+        yield _at_most("megabytes", size, limits.max_megabytes, "registry.max_megabytes")
     if limits.max_milliseconds:
         taken = parity["smoke"]["milliseconds"]
-        yield _make_limit(
-            "milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds"
-        )
+        yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
     if champion:
         with storage.check_form(f"the manifest of {champion.uri}"):
             note = _changes(champion, request.model, manifest.fields)
@@ -217,7 +215,7 @@ def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> 
     return f"{', '.join(changed)} {since}; give this model another name" if changed else ""
 
 
-def _make_limit(metric: str, value: float, limit: float, key: str) -> Rule:
+def _at_most(metric: str, value: float, limit: float, key: str) -> Rule:
     return Rule(metric=metric, bound="max", threshold=limit, value=value, key=key)
 
 

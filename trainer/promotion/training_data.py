@@ -65,7 +65,11 @@ def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
 
 def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
     made = {each.number: each for each in registry.promotions(root, name)}
-    known = _read_lineages(root, name) if made else {}
+    known: dict[int, Mapping[str, Any]] = {}
+    if made:
+        known |= registry.read_retired(registry.home(root, name))
+        for each in registry.versions(root, name):
+            known[each.number] = each.manifest.fields.get("lineage", {})
     number = max(made, default=0)
     while number:
         promotion = made.get(number)
@@ -75,14 +79,6 @@ def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
         if promotion and promotion.version in known:
             yield known[promotion.version]
         number -= 1
-
-
-def _read_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
-    here = {
-        each.number: each.manifest.fields.get("lineage", {})
-        for each in registry.versions(root, name)
-    }
-    return {**registry.read_retired(registry.home(root, name)), **here}
 
 
 def digest(config: Config) -> str:

@@ -56,8 +56,7 @@ def particulars(facts: Facts) -> list[tuple[str, str]]:
         rows.append(("Strategy", _strategy(config)))
     history = facts.get("history") or ()
     rows.append(("Length", _length(history)))
-    speed = examples_a_second(history, config)
-    if speed:
+    if speed := examples_a_second(history, config):
         rows.append(("Speed", f"{_three(speed)} examples/s"))
     return [(name, text) for name, text in rows if text]
 
@@ -104,15 +103,12 @@ def commands(facts: Facts, broken: Sequence[Facts] = ()) -> list[dict[str, str]]
     verdict, run_id = facts.get("verdict"), str(facts.get("run_id") or "")
     if not run_id or verdict not in ("failed", "interrupted", "refused"):
         return []
-    found = _after_refusal if verdict == "refused" else _after_failure
-    return [
-        {"why": why, "command": shlex.join(words)} for why, words in found(facts, run_id, broken)
-    ]
+    is_refused = verdict == "refused"
+    found = _after_refusal(facts, run_id, broken) if is_refused else _after_failure(facts, run_id)
+    return [{"why": why, "command": shlex.join(words)} for why, words in found]
 
 
-def _after_failure(
-    facts: Facts, run_id: str, _broken: Sequence[Facts]
-) -> Iterator[tuple[str, list[str]]]:
+def _after_failure(facts: Facts, run_id: str) -> Iterator[tuple[str, list[str]]]:
     where, steps = _workdir(facts), facts.get("steps") or ()
     if bad := [str(each.get("step")) for each in steps if each.get("status") == "failed"]:
         replay = ["flotilla", "replay", *where, run_id, bad[0], "--pdb"]
@@ -215,10 +211,8 @@ def _strategy(config: Facts) -> str:
         roles = count_tasks(config)
     except (KeyError, ValueError, TypeError, AttributeError):
         return name
-    words = {"ps": "parameter server", "worker": "worker"}
     own = bool(own_roles(config))
-    if own:
-        words = {"chief": "chief", **words}
+    words = {**({"chief": "chief"} if own else {}), "ps": "parameter server", "worker": "worker"}
     tasks = [
         f"{roles[role]} {word}{'s' if roles[role] != 1 else ''}"
         for role, word in words.items()
@@ -241,9 +235,8 @@ def _examples_of_a_step(history: Sequence[Facts]) -> float:
 
 
 def _sum_counts(workers: object) -> float:
-    if not isinstance(workers, Mapping):
-        return 0.0
-    each = [row.get("examples") for row in workers.values() if isinstance(row, Mapping)]
+    rows = workers.values() if isinstance(workers, Mapping) else ()
+    each = [row.get("examples") for row in rows if isinstance(row, Mapping)]
     return sum(found for one in each if (found := number(one)) is not None)
 
 
@@ -252,8 +245,8 @@ def _count_configured_examples(config: Facts) -> float:
     # defines the batch size.
     with suppress(UserError):
         found = parse_config(config)
-        known = "training" in config and is_resolved(found) and not found.program.command
-        return float(examples_of_step(found)) if known else 0.0
+        if "training" in config and is_resolved(found) and not found.program.command:
+            return float(examples_of_step(found))
     return 0.0
 
 

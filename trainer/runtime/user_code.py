@@ -178,11 +178,7 @@ def find_frames(error: BaseException) -> list[tuple[FrameType, int]]:
     """
     for each in _chain(error):
         found = list(traceback.walk_tb(each.__traceback__))
-        own = [
-            number
-            for number, (frame, _) in enumerate(found)
-            if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
-        ]
+        own = [number for number, (frame, _) in enumerate(found) if _is_users(frame)]
         if own:
             return found[: own[-1] + 1]
     innermost = [each for each in _chain(error) if each.__traceback__]
@@ -204,10 +200,14 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
     frames = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+        if _is_users(frame)
     ]
     in_text = ((file, int(line)) for file, line in _FRAME.findall(str(error)))
     return frames or [(file, line) for file, line in in_text if is_users_file(file)]
+
+
+def _is_users(frame: FrameType) -> bool:
+    return is_users_file(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
 
 
 def is_users_file(file: str, module: str = "") -> bool:
@@ -282,13 +282,9 @@ def require_arguments(
 
     Flotilla itself passes the arguments in `given`.
     """
-    takes = {
-        each.name: each
-        for each in inspect.signature(call).parameters.values()
-        if each.kind in _BY_NAME and each.name not in given
-    }
-    known = f"it takes {', '.join(takes)}" if takes else "it takes none"
     every = inspect.signature(call).parameters.values()
+    takes = {each.name: each for each in every if each.kind in _BY_NAME and each.name not in given}
+    known = f"it takes {', '.join(takes)}" if takes else "it takes none"
     takes_any = any(each.kind is each.VAR_KEYWORD and each.name not in given for each in every)
     for argument in args:
         if argument not in takes and not takes_any:

@@ -211,13 +211,14 @@ def _mean(values: list[Any]) -> list[Any]:
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
         return values
-    whole = [tf.convert_to_tensor(each) if _varies(each) else each for each in values]
+    whole = [
+        tf.convert_to_tensor(each)
+        if isinstance(each, tf.IndexedSlices) and each.values.shape[0] is None
+        else each
+        for each in values
+    ]
     means: list[Any] = replica.all_reduce(tf.distribute.ReduceOp.MEAN, whole)
     return means
-
-
-def _varies(gradient: Any) -> bool:
-    return isinstance(gradient, tf.IndexedSlices) and gradient.values.shape[0] is None
 
 
 class Single(Replicated):

@@ -53,8 +53,13 @@ def predictions(output, name):
     return storage.local_path(output) / "predictions" / f"{name}.npy"
 
 
-def test_an_unchanged_model_is_blessed(run, champion, tmp_path):
-    output, text, decision = measured(run, champion, tmp_path)
+@pytest.fixture(scope="module")
+def unchanged(run, champion, tmp_path_factory):
+    return measured(run, champion, tmp_path_factory.mktemp("unchanged"))
+
+
+def test_an_unchanged_model_is_blessed(champion, unchanged):
+    output, text, decision = unchanged
     assert decision.blessed
     assert text["champion"]["uri"] == champion
     assert text["champion"]["metrics"]["accuracy"] == text["metrics"]["accuracy"]
@@ -76,10 +81,10 @@ def test_a_model_that_was_made_worse_is_refused(run, champion, tmp_path):
     assert text["champion"]["metrics"]["accuracy"] > text["metrics"]["accuracy"]
 
 
-def test_another_champion_makes_another_evaluation(run, champion, tmp_path):
-    output, _, _ = measured(run, champion, tmp_path)
+def test_another_champion_makes_another_evaluation(run, unchanged, tmp_path):
+    output, _, _ = unchanged
     with pytest.raises(storage.Conflict):
-        evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path / "scratch")
+        evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path)
 
 
 def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp_path):
@@ -117,24 +122,12 @@ def changed(champion, folder, change):
     return copy
 
 
-def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_path):
-    text = "\n".join("1023456789")
-    copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
-    output, text, decision = measured(run, copy, tmp_path)
-    assert text["champion"]["incomparable"] == "its class 0 is '1', but in this model it is '0'"
-    assert not decision.blessed
-    assert not predictions(output, "champion_output").exists()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"owns": None}, "it has the outputs income, city, but this model has income, city, owns"),
         ({"city": ["0", "1"]}, "it has 2 classes of city, but this model has 3"),
-        (
-            {"city": ["a", "1", "2"]},
-            "its class 0 of city is 'a', but in this model it is '0'",
-        ),
+        ({"city": ["a", "1", "2"]}, "its class 0 of city is 'a', but in this model it is '0'"),
     ],
 )
 def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
@@ -146,24 +139,38 @@ def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
         "task": task.name,
         "labels": {name: each for name, each in labels.items() if each is not None},
     }
-    (tmp_path / "model").mkdir()
-    uri = storage.uri_of(tmp_path / "published")
-    storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
+    uri = described(tmp_path, fields)
     assert load_champion(uri, task, spec, tmp_path).incomparable == words
+
+
+def test_a_champion_of_other_labels_is_not_asked(run, champion, tmp_path):
+    text = "\n".join("1023456789")
+    copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
+    found = load_champion(copy, *task_and_spec(run), tmp_path)
+    assert found.incomparable == "its class 0 is '1', but in this model it is '0'"
 
 
 def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tmp_path):
     fields = {**storage.read_manifest(champion).fields}
     fields["reads"] = [{**each, "labels": ["new", "old"]} for each in fields["reads"]]
-    (tmp_path / "model").mkdir()
-    uri = storage.uri_of(tmp_path / "published")
-    storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
-    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
-    task = tasks.make_objective(run.config, spec).task
-    found = load_champion(uri, task, spec, tmp_path)
+    uri = described(tmp_path, fields)
+    found = load_champion(uri, *task_and_spec(run), tmp_path)
     assert found.incomparable.startswith(
         "its input 'image' has other classes than the input of this"
     )
+
+
+def task_and_spec(run):
+    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
+    return tasks.make_objective(run.config, spec).task, spec
+
+
+def described(folder, fields):
+    """Publish an empty model with these fields."""
+    (folder / "model").mkdir()
+    uri = storage.uri_of(folder / "published")
+    storage.publish(folder / "model", uri, kind="model", fields=fields)
+    return uri
 
 
 @pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])

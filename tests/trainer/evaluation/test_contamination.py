@@ -80,17 +80,21 @@ def champion(folder, trained, **lineage):
     return published(folder / "version", "model", made_from=made_from, lineage=lineage)
 
 
-def said(judged, uri, metrics=None):
-    found = Judges.load(judged, LIMITS).judge_champion(uri, "auc", metrics or {"auc": 0.8})
+def said(judged, uri):
+    found = Judges.load(judged, LIMITS).judge_champion(uri, "auc", {"auc": 0.8})
     return found["remarks"], found["own"]
+
+
+def compared(folder, before, now):
+    """Publish the datasets of a champion and of this run, both as (rows, splits, spans)."""
+    uris = [dataset(folder / name, *each) for name, each in (("before", before), ("now", now))]
+    return said(uris[1], champion(folder, uris[0]))
 
 
 def test_a_source_that_only_grew_says_nothing(tmp_path):
     rows = customers(2000)
     old = {name: each[:1200] for name, each in rows.items()}
-    before = dataset(tmp_path / "before", old, drawn(old))
-    now = dataset(tmp_path / "now", rows, drawn(rows))
-    remarks, own = said(now, champion(tmp_path, before))
+    remarks, own = compared(tmp_path, (old, drawn(old)), (rows, drawn(rows)))
     assert remarks == []
     assert own["metrics"] == {"auc": 0.9}
     assert own["examples"] == int((drawn(old) == 2).sum())
@@ -99,9 +103,7 @@ def test_a_source_that_only_grew_says_nothing(tmp_path):
 def test_another_seed_counts_the_examples_that_the_champion_was_trained_on(tmp_path):
     rows = customers(2000)
     ours, theirs = drawn(rows), drawn(rows, seed=1)
-    before = dataset(tmp_path / "before", rows, theirs)
-    now = dataset(tmp_path / "now", rows, ours)
-    remarks, _ = said(now, champion(tmp_path, before))
+    remarks, _ = compared(tmp_path, (rows, theirs), (rows, ours))
     both = int(((ours == 2) & (theirs == 0)).sum())
     assert remarks[0].startswith(
         f"{both} of {(ours == 2).sum()} test examples were in the champion's training split, so "
@@ -117,9 +119,7 @@ def test_a_few_examples_are_counted(tmp_path):
     ours = drawn(rows)
     theirs = ours.copy()
     theirs[np.flatnonzero(ours == 2)[:8]] = 0
-    before = dataset(tmp_path / "before", rows, theirs)
-    now = dataset(tmp_path / "now", rows, ours)
-    (remark,), _ = said(now, champion(tmp_path, before))
+    (remark,), _ = compared(tmp_path, (rows, theirs), (rows, ours))
     assert remark.startswith(f"8 of {(ours == 2).sum()} test examples were")
 
 
@@ -127,9 +127,8 @@ def test_equal_answers_by_chance_are_none_that_it_was_trained_on(tmp_path):
     rng = np.random.default_rng(3)
     rows = customers(2000)
     rows["spent"] = rng.integers(4, size=2000).astype(np.float32)
-    before = dataset(tmp_path / "before", rows, rng.choice(3, 2000, p=[0.7, 0.1, 0.2]))
-    now = dataset(tmp_path / "now", rows, rng.choice(3, 2000, p=[0.7, 0.1, 0.2]))
-    assert said(now, champion(tmp_path, before))[0] == []
+    theirs, ours = (rng.choice(3, 2000, p=[0.7, 0.1, 0.2]) for _ in range(2))
+    assert compared(tmp_path, (rows, theirs), (rows, ours))[0] == []
 
 
 def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(tmp_path):
@@ -139,17 +138,19 @@ def test_later_answers_that_repeat_more_often_are_no_advantage_of_the_champion(t
     # distinct values.
     wide = np.where(np.arange(20_000) < 16_000, 9000, 900)
     rows["spent"] = rng.integers(wide).astype(np.float32)
-    times = np.arange(20_000)
-    before = dataset(tmp_path / "before", rows, np.digitize(times, [12_000, 14_000]))
-    now = dataset(tmp_path / "now", rows, np.digitize(times, [16_000, 18_000]))
-    assert said(now, champion(tmp_path, before))[0] == []
+    theirs, ours = (
+        np.digitize(np.arange(20_000), edges) for edges in ([12_000, 14_000], [16_000, 18_000])
+    )
+    assert compared(tmp_path, (rows, theirs), (rows, ours))[0] == []
 
 
 def test_other_deliveries_are_named_with_what_the_champion_reached_there(tmp_path):
     old, new = customers(1000), customers(1000, first=1000)
-    before = dataset(tmp_path / "before", old, drawn(old), spans=["2026-03-01", "2026-03-02"])
-    now = dataset(tmp_path / "now", new, drawn(new), spans=["2026-03-03"])
-    (remark,), own = said(now, champion(tmp_path, before))
+    (remark,), own = compared(
+        tmp_path,
+        (old, drawn(old), ["2026-03-01", "2026-03-02"]),
+        (new, drawn(new), ["2026-03-03"]),
+    )
     counts = [(drawn(each) == 2).sum() for each in (old, new)]
     assert remark == (
         f"The champion's own run of {own['date']} used other test examples "
@@ -205,9 +206,7 @@ def test_of_large_splits_the_share_is_that_of_a_sample(tmp_path, monkeypatch):
     monkeypatch.setattr("flotilla.trainer.features.statistics.one_pass.MOST_HASHES", 500)
     rows = customers(20_000)
     ours, theirs = drawn(rows), drawn(rows, seed=1)
-    before = dataset(tmp_path / "before", rows, theirs)
-    now = dataset(tmp_path / "now", rows, ours)
-    remarks, _ = said(now, champion(tmp_path, before))
+    remarks, _ = compared(tmp_path, (rows, theirs), (rows, ours))
     both, whole = int(((ours == 2) & (theirs == 0)).sum()), int((ours == 2).sum())
     about = int(remarks[0].split()[1])
     assert remarks[0].startswith(f"about {about} of {whole} test examples (")

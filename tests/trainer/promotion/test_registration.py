@@ -5,7 +5,6 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -107,9 +106,7 @@ def refused(made):
 def test_the_first_model_becomes_champion(run):
     made = run.register(run.exported(1))
     assert (made.promoted, made.version, made.promotion, made.reasons) == (True, 1, 1, ())
-    champion = run.champion()
-    assert champion
-    assert champion.number == 1
+    assert run.champion().number == 1
     tree = json.loads(storage.read_file(made.uri, "registration.json"))
     assert (tree["decision"], tree["predecessor"]) == ("promoted", "")
     assert all(rule["passed"] for rule in tree["rules"])
@@ -121,31 +118,25 @@ def test_the_first_model_becomes_champion(run):
 def test_the_next_one_names_the_one_before(run):
     run.register(run.exported(1))
     before = run.champion()
-    assert before
     made = run.register(run.exported(2, champion=before.uri))
     assert (made.version, made.promotion) == (2, 2)
     tree = json.loads(storage.read_file(made.uri, "registration.json"))
     assert tree["predecessor"] == before.uri
 
 
-def after(run, number):
+def after(run, number, **changed):
     """Register a model that the gate compared with the current champion."""
-    champion = run.champion()
-    assert champion
-    return run.register(run.exported(number, champion=champion.uri))
+    return run.register(run.exported(number, champion=run.champion().uri, **changed))
 
 
 def rules_of(made):
-    found: list[dict[str, Any]] = json.loads(storage.read_file(made.uri, "registration.json"))[
-        "rules"
-    ]
+    found = storage.read_json(made.uri, "registration.json")["rules"]
     return [rule for rule in found if "_difference" in rule["metric"]]
 
 
 def test_small_losses_do_not_add_up_over_many_promotions(run):
     run.register(run.exported(1))
     first = run.champion()
-    assert first
     assert not rules_of(after(run, 2)), "the gate has compared them"
     made = after(run, 3)
     assert run.compared == [first.uri], "of which the one before was not better for sure"
@@ -154,7 +145,6 @@ def test_small_losses_do_not_add_up_over_many_promotions(run):
     assert rule["note"] == "no gain has been proved since version 1"
     run.worse = True
     champion = run.champion()
-    assert champion
     assert champion.number == 3
     reason = refused(run.register(run.exported(4, champion=champion.uri)))
     assert reason.startswith("Accuracy may be up to 0.50 lower than for version 1, but only")
@@ -176,7 +166,6 @@ def test_a_gain_beyond_the_margin_begins_anew(run):
 def test_a_reference_that_is_gone_is_not_compared_with(run):
     run.register(run.exported(1))
     first = run.champion()
-    assert first
     after(run, 2)
     storage.delete(first.uri)
     assert after(run, 3).promoted
@@ -203,7 +192,6 @@ def test_a_champion_that_changed_meanwhile_is_compared_with(run, worse):
     first, second = run.exported(1), run.exported(2)
     run.register(first)
     newest = run.champion()
-    assert newest
     run.worse = worse
     made = run.register(second)
     assert run.compared == [newest.uri]
@@ -212,9 +200,7 @@ def test_a_champion_that_changed_meanwhile_is_compared_with(run, worse):
     assert tree["predecessor"] == newest.uri
     assert tree["lineage"]["decision"] == f"file:///decision/{newest.number}"
     assert tree["rules"][-1]["metric"] == "accuracy_difference"
-    champion = run.champion()
-    assert champion
-    assert champion.number == (1 if worse else 2)
+    assert run.champion().number == (1 if worse else 2)
     if worse:
         assert made.reasons[0].startswith("Accuracy may be up to 0.50 lower than for the cham")
         assert len(registry.versions(run.root, "digits")) == 1, "what is refused is not registered"
@@ -235,7 +221,6 @@ def test_a_race_that_is_lost_at_the_last_moment_is_judged_by_the_winner(run, mon
     made = run.register(mine)
     assert made.promoted is not worse
     champion = run.champion()
-    assert champion
     assert champion.manifest.fields["source"]["uri"] == (other if worse else mine)
     assert len(run.compared) == 1
 
@@ -291,10 +276,8 @@ def test_eight_bits_that_lose_accuracy_are_refused(run):
 )
 def test_another_signature_is_refused(run, changed, words):
     run.register(run.exported(1))
-    champion = run.champion()
-    assert champion
-    reason = refused(run.register(run.exported(2, champion=champion.uri, **changed)))
-    assert f"{words} changed since {champion.uri}; give this model" in reason
+    reason = refused(after(run, 2, **changed))
+    assert f"{words} changed since {run.champion().uri}; give this model" in reason
 
 
 BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "yes"]}
@@ -334,18 +317,14 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
 )
 def test_another_meaning_of_the_probability_is_refused(run, before, now, words):
     run.register(run.exported(1, **before))
-    champion = run.champion()
-    assert champion
-    reason = refused(run.register(run.exported(2, champion=champion.uri, **now)))
-    assert words.format(uri=champion.uri) in reason
+    reason = refused(after(run, 2, **now))
+    assert words.format(uri=run.champion().uri) in reason
 
 
 def test_the_same_positive_class_in_another_spelling_is_the_same(run):
     run.register(run.exported(1, **BINARY))
-    champion = run.champion()
-    assert champion
     assert registry.champion_positive(run.root, "digits") == {"": "yes"}
-    found = run.register(run.exported(2, champion=champion.uri, **BINARY, positive="Yes "))
+    found = after(run, 2, **BINARY, positive="Yes ")
     assert found.promoted, found.reasons
 
 
@@ -363,7 +342,6 @@ def test_limits(run):
 def test_a_truncated_export_is_found(run):
     model = run.exported(1)
     folder = storage.local_path(model)
-    assert folder
     path = next(folder.rglob("saved_model.pb"))
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has 2097151 bytes"):
@@ -381,7 +359,6 @@ def test_something_else_at_its_place_is_named(run):
 def test_a_champion_that_is_gone_is_named_with_the_remedy(run):
     run.register(run.exported(1))
     champion = run.champion()
-    assert champion
     second = run.exported(2, champion=champion.uri)
     storage.delete(champion.uri)
     with pytest.raises(UserError) as error:
@@ -406,9 +383,7 @@ def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(run, mon
         run.register(model)
     monkeypatch.undo()
     # The promotion was decided, so the next reader completes it.
-    champion = run.champion()
-    assert champion
-    assert champion.number == 1
+    assert run.champion().number == 1
     made = run.register(model)
     assert (made.promoted, made.version, made.promotion) == (True, 1, 1)
     assert registry.newest(run.root, "digits") == 1

@@ -4,7 +4,7 @@ import json
 import shutil
 import threading
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import yaml
@@ -49,9 +49,16 @@ def promote(root, number, after, by="me"):
     return registry.promote(root, NAME, number, after=after, by=by)
 
 
+def promote_all(root, folder, texts):
+    """Register a model for each text, and promote it; return the last promotion."""
+    for number, text in enumerate(texts, 1):
+        assert register(root, folder, text).number == number
+        made = promote(root, number, after=number - 1)
+    return made
+
+
 def champion(root):
     found = registry.champion(root, NAME)
-    assert found is not None
     return found.number
 
 
@@ -68,9 +75,7 @@ def test_a_registry_below_a_uri_with_options(s3, tmp_path):
     bucket = bucket_name()
     s3.create_bucket(bucket)
     root = f"minio://{bucket}/team?endpoint={s3.url}&region=us-east-1"
-    for number, text in enumerate("ab", 1):
-        assert register(root, tmp_path, text).number == number
-        promote(root, number, number - 1)
+    promote_all(root, tmp_path, "ab")
     assert [each.number for each in registry.versions(root, NAME)] == [1, 2]
     assert (registry.names(root), champion(root)) == ([NAME], 2)
 
@@ -125,7 +130,6 @@ def test_a_version_that_is_not_there_is_named(root, tmp_path):
 def test_a_damaged_version_is_not_promoted(root, tmp_path):
     made = register(root, tmp_path)
     folder = storage.local_path(made.uri)
-    assert folder
     next(folder.rglob("saved_model.pb")).write_text("wrong")
     with pytest.raises(storage.Corrupt):
         promote(root, 1, after=0)
@@ -144,52 +148,43 @@ def test_the_second_one_learns_who_was_first(root, tmp_path):
     assert champion(root) == 2
 
 
+def race(function, values):
+    """Call the function with each value at the same time, and return the results."""
+    begin = threading.Barrier(len(values))
+
+    def go(value):
+        begin.wait()
+        return function(value)
+
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(go, values))
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_of_many_at_once_one_wins_and_all_know_it(root, tmp_path, same):
-    count = 4
+    count, lost = 4, []
     numbers = [register(root, tmp_path, str(n)).number for n in range(count)]
-    begin = threading.Barrier(count)
-    won: list[Any] = []
-    lost: list[Any] = []
 
-    def race(number):
-        begin.wait()
+    def run(number):
         try:
-            won.append(promote(root, 1 if same else number, after=0, by=f"run {number}"))
+            return promote(root, 1 if same else number, after=0, by=f"run {number}")
         except registry.PromotionLostError as error:
             lost.append(str(error))
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in numbers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    won = [made for made in race(run, numbers) if made]
     assert (len(won), len(lost)) == (1, count - 1)
     assert champion(root) == won[0].version
     assert all(f"{won[0].by} promoted version {won[0].version}" in line for line in lost)
 
 
 def test_versions_at_once_have_numbers_of_their_own(root, tmp_path):
-    begin = threading.Barrier(4)
-    made: list[int] = []
-
-    def race(text):
-        begin.wait()
-        made.append(register(root, tmp_path / text, text).number)
-
-    threads = [threading.Thread(target=race, args=(text,)) for text in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    made = race(lambda text: register(root, tmp_path / text, text).number, "abcd")
     assert sorted(made) == [1, 2, 3, 4]
     assert [each.number for each in registry.versions(root, NAME)] == [1, 2, 3, 4]
 
 
 def test_rolling_back_goes_back_and_not_forth(root, tmp_path):
-    for number in (1, 2, 3):
-        register(root, tmp_path, str(number))
-        promote(root, number, after=number - 1)
+    promote_all(root, tmp_path, "abc")
     assert registry.rollback(root, NAME, by="me").version == 2
     assert registry.rollback(root, NAME, by="me").version == 1
     assert champion(root) == 1
@@ -242,29 +237,18 @@ def opponent_of(root, checkpoint):
     return found.number if found else 0
 
 
-def test_the_opponent_is_the_champion(root, tmp_path):
+def test_the_opponent_is_the_champion_but_never_the_model_itself(root, tmp_path):
     checkpoint, _ = trained(tmp_path, 9)
     assert opponent_of(root, checkpoint) == 0
-    crowned(root, tmp_path, 1)
-    crowned(root, tmp_path, 2)
-    assert opponent_of(root, checkpoint) == 2
-
-
-def test_no_model_is_its_own_opponent(root, tmp_path):
     first = crowned(root, tmp_path, 1)
     assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
+    assert opponent_of(root, checkpoint) == 2
     # A run that is resumed after its promotion is compared with the champion that it replaced.
     assert opponent_of(root, second) == 1
     # A model that has since been replaced is compared with its successor.
     assert opponent_of(root, first) == 2
-
-
-def test_the_opponent_after_a_rollback_is_the_champion_again(root, tmp_path):
-    for number in (1, 2):
-        crowned(root, tmp_path, number)
     registry.rollback(root, NAME, by="me")
-    checkpoint, _ = trained(tmp_path, 9)
     assert opponent_of(root, checkpoint) == 1
 
 
@@ -285,15 +269,11 @@ def test_an_opponent_whose_version_is_gone_is_named(root, tmp_path):
 
 def damage(uri):
     folder = storage.local_path(uri)
-    assert folder
     (folder / MANIFEST).write_text('{"schema": 1, "ki')
 
 
 def test_a_damaged_promotion_is_named_and_can_be_made_again(root, tmp_path):
-    for text in "ab":
-        register(root, tmp_path, text)
-    promote(root, 1, after=0)
-    made = promote(root, 2, after=1)
+    made = promote_all(root, tmp_path, "ab")
     damage(made.uri)
     with pytest.raises(storage.Corrupt, match=r"promotions/000002: MANIFEST\.json is damaged"):
         promote(root, 1, after=1)
@@ -306,7 +286,6 @@ def test_a_damaged_promotion_is_named_and_can_be_made_again(root, tmp_path):
 
 def spoilt(uri, how):
     folder = storage.local_path(uri)
-    assert folder
     tree = json.loads((folder / MANIFEST).read_text())
     if how == "empty":
         (folder / MANIFEST).write_text("")
@@ -330,16 +309,11 @@ def spoilt(uri, how):
     [
         "empty",
         "of no file",
-        "of another schema",
-        "of another kind",
-        "of another number",
-        "of another type",
+        *(f"of another {what}" for what in ("schema", "kind", "number", "type")),
     ],
 )
 def test_no_older_champion_where_the_newest_promotion_cannot_be_read(root, tmp_path, how):
-    for number, text in enumerate("ab", start=1):
-        register(root, tmp_path, text)
-        made = promote(root, number, after=number - 1)
+    made = promote_all(root, tmp_path, "ab")
     spoilt(made.uri, how)
     for look in (
         lambda: registry.champion(root, NAME),
@@ -360,11 +334,8 @@ def test_no_older_champion_where_the_newest_promotion_cannot_be_read(root, tmp_p
 
 @pytest.mark.parametrize("how", ["folder", "manifest"])
 def test_a_promotion_that_is_gone_is_written_again(root, tmp_path, how):
-    for number, text in enumerate("ab", start=1):
-        register(root, tmp_path, text)
-        made = promote(root, number, after=number - 1)
+    made = promote_all(root, tmp_path, "ab")
     folder = storage.local_path(made.uri)
-    assert folder
     shutil.rmtree(folder) if how == "folder" else (folder / MANIFEST).unlink()
     assert champion(root) == 2
     assert storage.verify(made.uri).fields["by"] == "me"
@@ -372,10 +343,8 @@ def test_a_promotion_that_is_gone_is_written_again(root, tmp_path, how):
 
 @pytest.mark.parametrize("tree", ["{", '{"version": 1}', '{"version": "2", "predecessor": 0}'])
 def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(root, tmp_path, tree):
-    register(root, tmp_path)
-    storage.delete(promote(root, 1, after=0).uri)
+    storage.delete(promote_all(root, tmp_path, "a").uri)
     home = storage.local_path(registry.home(root, NAME))
-    assert home
     next(home.glob("claims/promotions/000001/*-accepted")).write_text(tree)
     with pytest.raises(UserError, match=r"claims/promotions/000001.*restore it"):
         champion(root)
@@ -384,9 +353,7 @@ def test_a_damaged_note_of_a_promotion_that_is_gone_is_named(root, tmp_path, tre
 def test_an_older_promotion_that_cannot_be_read_is_passed_over_but_not_gone_back_to(
     root, tmp_path, caplog
 ):
-    for number, text in enumerate("abc", start=1):
-        register(root, tmp_path, text)
-        promote(root, number, after=number - 1)
+    promote_all(root, tmp_path, "abc")
     spoilt(registry.promotions(root, NAME)[1].uri, "empty")
     assert champion(root) == 3
     assert "skipped" in caplog.text
@@ -396,10 +363,8 @@ def test_an_older_promotion_that_cannot_be_read_is_passed_over_but_not_gone_back
 
 
 def test_what_has_no_number_of_ours_is_not_read(root, tmp_path):
-    register(root, tmp_path)
-    promote(root, 1, after=0)
+    promote_all(root, tmp_path, "a")
     home = storage.local_path(registry.home(root, NAME))
-    assert home
     for folder in ("retired", "promoting"):
         (home / folder).mkdir(exist_ok=True)
     for name in ("²3", "٣", "9" * 200, "2", "0000002", "000002.bak", "-00001"):
@@ -416,15 +381,13 @@ def test_what_has_no_number_of_ours_is_not_read(root, tmp_path):
 def test_a_version_is_that_of_its_folder(root, tmp_path):
     register(root, tmp_path)
     home = storage.local_path(registry.home(root, NAME))
-    assert home
     # If the copy counted as version 41, the next version would be 42.
     shutil.copytree(home / "versions" / "000001", home / "versions" / "000041")
     assert [each.number for each in registry.versions(root, NAME)] == [1]
 
 
 def test_the_collection_of_garbage_leaves_what_was_agreed_on(root, tmp_path):
-    register(root, tmp_path)
-    promote(root, 1, after=0)
+    promote_all(root, tmp_path, "a")
     claims = storage.join(registry.home(root, NAME), "claims", "promotions", "000001")
     before = storage.names(claims)
     assert len(before) == 2
