@@ -244,7 +244,8 @@ def test_no_column_alone_fails_it(held, monkeypatch, kind):
         assert np.isfinite(each.outputs).all()
 
 
-def test_odd_columns_do_not_hide_another_one(tmp_path):
+def test_odd_columns_do_not_hide_another_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 10)
     x = numbers()
     label = (x > 0).astype("int64")
     odd = {kind: make() for kind, make in COLUMNS.items()}

@@ -30,6 +30,7 @@ from flotilla.trainer.config.program import describe_program, hide_environment
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.files.recorded_columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
+from flotilla.trainer.evaluation import signature
 from flotilla.trainer.evaluation.evaluate import (
     SPLIT,
     TrainedModel,
@@ -39,17 +40,6 @@ from flotilla.trainer.evaluation.evaluate import (
 )
 from flotilla.trainer.evaluation.program_files import SAVED_MODEL
 from flotilla.trainer.evaluation.program_model import PROGRAM
-from flotilla.trainer.evaluation.signature import (
-    LABELS,
-    SERIALIZED,
-    SERVING,
-    describe_inputs,
-    find_positive,
-    list_kinds,
-    list_labels,
-    list_links,
-    map_outputs,
-)
 from flotilla.trainer.export.formats import FORMATS, format_path
 from flotilla.trainer.export.parity import (
     Batch,
@@ -63,14 +53,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.models import keras_file
 from flotilla.trainer.promotion import gate, kserve
-from flotilla.trainer.report import headline, views
-from flotilla.trainer.report.wording import (
-    NOTHING,
-    format_value,
-    interval_text,
-    round_value,
-    spell_metric,
-)
+from flotilla.trainer.report import headline, views, wording
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.masking import one_line
 from flotilla.trainer.tasks import registry as tasks
@@ -148,16 +131,16 @@ def _describe(
     return {
         "name": config.name,
         "global_step": step,
-        "inputs": describe_inputs(spec),
+        "inputs": signature.describe_inputs(spec),
         "reads": read_recorded(spec, storage.read_manifest(dataset), config.data),
         "task": task.name,
         **subject.objective.judged_by,
         "outputs": subject.columns(),
         "num_labels": len(task.labels),
-        "labels": list_labels(task),
-        "kinds": list_kinds(task),
-        "links": list_links(task),
-        "positive": find_positive(task),
+        "labels": signature.list_labels(task),
+        "kinds": signature.list_kinds(task),
+        "links": signature.list_links(task),
+        "positive": signature.find_positive(task),
         "threshold": _thresholds(evaluation),
         "saved_model": format_path("saved_model", config.name, step),
     }
@@ -183,7 +166,7 @@ def _write_forms(
     parity = prove(subject, paths, folder)
     if subject.task.labels:
         lines = [" ".join(label.splitlines()) for label in subject.task.labels]
-        (folder / LABELS).write_text("\n".join([*lines, ""]), encoding="utf-8")
+        (folder / signature.LABELS).write_text("\n".join([*lines, ""]), encoding="utf-8")
     parity["smoke"] = answer_in_process(subject, folder, fields["saved_model"], process)
     return parity
 
@@ -280,8 +263,8 @@ def _make_card(config: Config, parity: Mapping[str, Any], fields: Mapping[str, A
         slices={name: views.weakest(measured, rows) for name, rows in measured["slices"].items()},
         parity=parity,
         fields=fields,
-        positives=map_outputs(fields["positive"]),
-        thresholds=map_outputs(fields["threshold"]),
+        positives=signature.map_outputs(fields["positive"]),
+        thresholds=signature.map_outputs(fields["threshold"]),
     )
 
 
@@ -297,13 +280,16 @@ def make_template() -> jinja2.Template:
     made.filters.update(
         cell=_cell,
         code=lambda text: " ".join(one_line(str(text)).replace("`", "'").split()),
-        formatted=format_value,
-        interval=lambda pair: interval_text(pair) or NOTHING,
-        number=round_value,
-        words=lambda name: _cell(spell_metric(name)),
+        formatted=wording.format_value,
+        interval=lambda pair: wording.interval_text(pair) or wording.NOTHING,
+        number=wording.round_value,
+        words=lambda name: _cell(wording.spell_metric(name)),
     )
     made.globals.update(
-        labels_file=LABELS, most_names=_MOST_NAMES, serialized=SERIALIZED, serving=SERVING
+        labels_file=signature.LABELS,
+        most_names=_MOST_NAMES,
+        serialized=signature.SERIALIZED,
+        serving=signature.SERVING,
     )
     return made.get_template("model_card.md.j2")
 

@@ -93,16 +93,11 @@ def say(text: str) -> None:
     events.emit(DataNote(text=text))
 
 
-class Examples:
-    """The examples to predict, in order. `skipped` counts the unreadable rows so far."""
+class FileExamples:
+    """The rows of files with the same format."""
 
-    skipped = 0
     #: Total number of rows, and total size in bytes, or 0 if not known in advance.
     total = size = 0
-
-
-class FileExamples(Examples):
-    """The rows of files with the same format."""
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
         """List the files. Remote files are copied to `scratch`. Raises `UserError`."""
@@ -139,14 +134,15 @@ class FileExamples(Examples):
             self._check_broken()
         self._check()
 
-    def _refuse_record(self, piece: Piece, number: int, why: str) -> None:
-        self._total += 1
-        self._refuse(piece, number, why)
+    @property
+    def skipped(self) -> int:
+        """The number of unreadable rows so far."""
+        return self._broken.count
 
-    def _refuse(self, piece: Piece, number: int, why: str) -> None:
+    def _refuse_record(self, piece: Piece, number: int, why: str) -> None:
         # Do not raise an error here: Pyarrow calls this function for CSV rows, and ignores errors.
+        self._total += 1
         self._broken.add(piece, number, why)
-        self.skipped = self._broken.count
 
     def _check_broken(self) -> None:
         if self._broken.count and not self._allowed:
@@ -220,7 +216,7 @@ class FileExamples(Examples):
                 found[each.feature] = result.values
                 for place in np.flatnonzero(result.bad & ~bad):
                     what = f"{each.feature!r} {result.why[int(place)]}"
-                    self._refuse(piece, int(rows.numbers[place]), what)
+                    self._broken.add(piece, int(rows.numbers[place]), what)
                 bad |= result.bad
         return found, bad
 
@@ -298,8 +294,10 @@ def choose_batch_size(model: ExportedModel) -> int:
     return max(1, min(model.config.evaluation.batch_size, _BATCH_BYTES // max(1, size)))
 
 
-class SplitExamples(Examples):
+class SplitExamples:
     """The examples of one split of a dataset."""
+
+    skipped = size = 0
 
     def __init__(self, model: ExportedModel, request: Request, scratch: Path) -> None:
         """Open the given dataset, or the dataset on which the model was trained.

@@ -24,7 +24,7 @@ import glob
 import json
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -67,18 +67,21 @@ def make_columns(model: ExportedModel, answers: Answers, lengths: Any) -> Column
 
 def _columns(model: ExportedModel, output: str, answers: Answers, lengths: Any) -> Columns:
     labels = model.labels.get(output, ())
-    made, needs = _KINDS.get(model.kinds[output], (_raw, ()))
-    # A user's subclass of a built-in task may have other outputs.
-    if not all(each in answers for each in needs):
-        made = _raw
-    if made is _binary:
-        return _binary(labels, answers, model.thresholds.get(output, _HALF))
-    return made(labels, answers, lengths)
-
-
-def _classes(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
-    each = answers["probabilities"]
-    return _choose_class(labels, each, each.argmax(axis=-1))
+    match model.kinds[output], answers:
+        case "classification" | "sequence_to_label", {"probabilities": each}:
+            return _choose_class(labels, each, each.argmax(axis=-1))
+        case "binary_classification", {"probability": second}:
+            threshold = np.float32(model.thresholds.get(output, _HALF))
+            both = np.stack([1 - second, second], axis=-1)
+            return _choose_class(labels, both, (second > threshold).astype(np.int64))
+        case "multilabel_classification", {"probabilities": each}:
+            return _several(labels, each)
+        case "sequence_labelling", {"probabilities": each}:
+            return _places(labels, each, lengths)
+        case "ranking" | "recommendation", {"logit": logit, "probability": probability}:
+            return {"score": pa.array(logit), "probability": pa.array(probability)}
+    # A user's subclass of a built-in task may also have other outputs.
+    return {name: _nest(values) for name, values in answers.items()}
 
 
 def _choose_class(labels: Sequence[str], each: NDArray[Any], best: NDArray[Any]) -> Columns:
@@ -90,14 +93,7 @@ def _choose_class(labels: Sequence[str], each: NDArray[Any], best: NDArray[Any])
     }
 
 
-def _binary(labels: Sequence[str], answers: Answers, threshold: float) -> Columns:
-    second = answers["probability"]
-    both = np.stack([1 - second, second], axis=-1)
-    return _choose_class(labels, both, (second > np.float32(threshold)).astype(np.int64))
-
-
-def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
-    each = answers["probabilities"]
+def _several(labels: Sequence[str], each: NDArray[Any]) -> Columns:
     names = _names(labels, each.shape[-1])
     found = [names[row > _HALF].tolist() for row in each]
     return {
@@ -106,8 +102,7 @@ def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
     }
 
 
-def _places(labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
-    each = answers["probabilities"]
+def _places(labels: Sequence[str], each: NDArray[Any], lengths: Any) -> Columns:
     best = each.argmax(axis=-1)
     names = _names(labels, each.shape[-1])
     cut = [len(row) for row in each] if lengths is None else lengths.tolist()
@@ -118,14 +113,6 @@ def _places(labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
     for _ in range(best.ndim - 1):
         numbers = pa.list_(numbers)
     return {"prediction": pa.array(predicted), "probability": pa.array(sure, numbers)}
-
-
-def _scores(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
-    return {"score": pa.array(answers["logit"]), "probability": pa.array(answers["probability"])}
-
-
-def _raw(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
-    return {name: _nest(values) for name, values in answers.items()}
 
 
 def _names(labels: Sequence[str], count: int) -> NDArray[Any]:
@@ -155,19 +142,6 @@ def _decode(value: Any) -> Any:
     if isinstance(value, list):
         return [_decode(each) for each in value]
     return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-_Made = Callable[[Sequence[str], Answers, Any], Columns]
-_KINDS: dict[str, tuple[_Made, tuple[str, ...]]] = {
-    "classification": (_classes, ("probabilities",)),
-    "sequence_to_label": (_classes, ("probabilities",)),
-    "binary_classification": (_binary, ("probability",)),
-    "multilabel_classification": (_several, ("probabilities",)),
-    "sequence_labelling": (_places, ("probabilities",)),
-    "regression": (_raw, ("prediction",)),
-    "ranking": (_scores, ("logit", "probability")),
-    "recommendation": (_scores, ("logit", "probability")),
-}
 
 
 class Writer(ABC):

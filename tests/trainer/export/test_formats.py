@@ -66,28 +66,6 @@ def test_names_of_features_fit_a_signature():
         assert argument_names([feature]) == {feature: name}
 
 
-def test_several_inputs_are_taken_by_their_names(tmp_path):
-    spec = DatasetSpec(
-        features={
-            "wide": FeatureSpec(shape=(3,), dtype="float32", stored="raw"),
-            "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
-        },
-        inputs=("wide", "age"),
-        targets=("label",),
-        shards={},
-    )
-    given = InputSpec.of(spec.features, spec.inputs, (2,)).symbols()
-    joined = keras.layers.Concatenate()([given["wide"], keras.layers.Reshape((1,))(given["age"])])
-    model = keras.Model(given, keras.layers.Dense(2)(joined))
-    batch = {"wide": tf.ones((5, 3)), "age": tf.range(5, dtype=tf.float32)}
-    form = FORMATS["saved_model"]
-    subject = Subject(model=model, task=of_classes(2).task, spec=spec)
-    form.write(subject, tmp_path / "saved", None)
-    for ask in form.read(subject, tmp_path / "saved"):
-        logits = ask(batch)["logits"]
-        np.testing.assert_allclose(logits, model(batch).numpy(), rtol=1e-5, atol=1e-6)
-
-
 def test_inputs_of_any_name_are_asked_in_every_form(tmp_path):
     # Neighbors in the list are similar, so some are skipped to save time in TensorFlow Lite.
     names = (*ODD[:12], *ODD[12::4])

@@ -236,14 +236,6 @@ def test_a_history_without_metrics_draws_nothing():
     assert page.heads() == []
 
 
-def test_a_rule_whose_rounded_values_look_equal_is_still_clear():
-    value = math.nextafter(0.95, 0)
-    rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
-    assert "Accuracy is 0.9499999999999998; it must be at least 0.95" in report.render(
-        {"verdict": "refused", "rules": [rule]}
-    )
-
-
 def test_an_incident_at_no_time():
     for time in (math.nan, 1e300, None, "today", True):
         page = Page(report.render({"incidents": [{"event": "restart", "time": time}]}))
@@ -586,11 +578,6 @@ def test_the_time_of_earlier_tries_and_the_cost_are_reported():
     assert ["check\\_gate", "done", "12 s"] in rows
     assert ["tasks", "ps 1, worker 2"] in rows
     assert ["task hours", "0.5"] in rows
-
-
-def test_a_failure_without_a_record_is_reported_as_far_as_it_is_known():
-    text = text_of({"verdict": "failed", "error": "KFP says: <quota>"})
-    assert "\n- KFP says: \\<quota\\>\n" in text
 
 
 @pytest.mark.parametrize("facts", [{}, {"verdict": "odd"}, {"metrics": {}, "steps": []}])
