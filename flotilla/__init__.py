@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flotilla.pipelines import models
     from flotilla.pipelines.compare import Comparison, compare
     from flotilla.pipelines.predict import Prediction, predict
-    from flotilla.pipelines.replay.replay import evaluate
+    from flotilla.pipelines.replay import evaluate
     from flotilla.pipelines.runs.control import Cancellation, cancel, logs, status
     from flotilla.pipelines.runs.kfp_access import Instance
     from flotilla.pipelines.runs.kfp_watch import follow
@@ -71,7 +71,7 @@ _HOMES = {
     "flotilla.pipelines": ("models",),
     "flotilla.pipelines.compare": ("Comparison", "compare"),
     "flotilla.pipelines.predict": ("Prediction", "predict"),
-    "flotilla.pipelines.replay.replay": ("evaluate",),
+    "flotilla.pipelines.replay": ("evaluate",),
     "flotilla.pipelines.runs.control": ("Cancellation", "cancel", "logs", "status"),
     "flotilla.pipelines.runs.kfp_access": ("Instance",),
     "flotilla.pipelines.runs.kfp_watch": ("follow",),

@@ -60,13 +60,11 @@ def compare(runs: Sequence[str | RunResult], workdir: str | Path = "runs") -> Co
         slow, fast = (flotilla.run(training={"steps": steps}) for steps in (2000, 200))
         flotilla.compare([slow, fast]).best
     """
-    return _build_comparison(
-        [each if isinstance(each, str) else each.run_id for each in runs], workdir
-    )
+    named = (each if isinstance(each, str) else each.run_id for each in runs)
+    return _build_comparison(tuple(dict.fromkeys(named)), Path(workdir))
 
 
-def _build_comparison(named: Sequence[str], place: str | Path) -> Comparison:
-    runs, workdir = tuple(dict.fromkeys(named)), Path(place)
+def _build_comparison(runs: tuple[str, ...], workdir: Path) -> Comparison:
     if len(runs) < _FEWEST:
         raise ConfigError("compare needs at least two different runs; add a run")
     for run in runs:

@@ -172,14 +172,11 @@ def training_on(wiring: Wiring, dataset: Any) -> None:
     wiring.train(common_inputs(prepared), {"dataset": prepared.outputs["dataset_uri"]})
 
 
-def _leave_unchanged(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
-    """Leave a task unchanged, because a local step has no pod."""
-
-
 def local_pipeline(wire: Any, name: str, *more: inspect.Parameter) -> Any:
     """Return a pipeline for KFP's local runner. `more` are additional parameters."""
     signature = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *more])
-    return dsl.pipeline(_call_wiring(wire, _leave_unchanged, signature), name=name)
+    # Leave the tasks unchanged, because a local step has no pod.
+    return dsl.pipeline(_call_wiring(wire, lambda *_: None, signature), name=name)
 
 
 def cluster_pipeline(

@@ -31,8 +31,7 @@ from flotilla.trainer.runtime.streams import discard
 
 if TYPE_CHECKING:
     from flotilla.components.records.step_record import StepRecord
-    from flotilla.pipelines.runs.kfp_nodes import Step
-    from flotilla.pipelines.runs.kfp_run import RemoteRun
+    from flotilla.pipelines.runs.kfp_run import RemoteRun, Step
 
 # Number of spaces between two columns. There are two, so that a program can distinguish them from
 # a space between words.

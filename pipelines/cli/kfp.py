@@ -20,8 +20,7 @@ from flotilla.trainer.runtime.streams import say
 if TYPE_CHECKING:
     from flotilla.pipelines.compile import Package
     from flotilla.pipelines.runs.schedule import Scheduled
-    from flotilla.pipelines.runs.submission import Submission
-    from flotilla.pipelines.runs.upload import Version
+    from flotilla.pipelines.runs.submission import Submission, Version
 
 
 @answers
@@ -47,8 +46,8 @@ def upload(
 ) -> Answer:
     """Upload the pipeline. Identical content is uploaded only once."""
     from flotilla.pipelines.compile import image_remark
-    from flotilla.pipelines.runs.upload import find_default
-    from flotilla.pipelines.runs.upload import upload as upload_package
+    from flotilla.pipelines.runs.submission import find_default
+    from flotilla.pipelines.runs.submission import upload as upload_package
 
     access = instance.access()
     package = _package_to_upload(file, assignments or [], image, pods, label or [])

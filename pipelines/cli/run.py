@@ -156,7 +156,7 @@ def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> lis
 
 def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
     """Return lines with the failing line of the user's code, the log, and a command to debug."""
-    from flotilla.pipelines.runs.run_log.local import find_failure
+    from flotilla.pipelines.runs.local_status import find_failure
 
     failure = find_failure(run.folder)
     if failure is None:
@@ -234,8 +234,8 @@ def replay(
 
     To replay a step of a run on a cluster, add --set storage.root=URI or --endpoint.
     """
-    from flotilla.pipelines.replay.replay import find
-    from flotilla.pipelines.replay.replay import replay as replayed
+    from flotilla.pipelines.replay import find
+    from flotilla.pipelines.replay import replay as replayed
 
     recorded = find(run, step, settings=assignments or (), workdir=workdir, instance=instance)
     result = replayed(recorded, workdir, debug=pdb, on_line=lambda line: say(f"flotilla: {line}"))

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from flotilla.pipelines.cli.display import Table
     from flotilla.pipelines.compare import Comparison
+    from flotilla.pipelines.runs.log_view import LogLine
     from flotilla.pipelines.runs.outcome import RunResult
-    from flotilla.pipelines.runs.run_log.view import LogLine
 
 
 _LABEL = max(len(stage.name) for stage in STAGES)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 from flotilla.components.table import STEPS, SWEEP_STEPS, StepSpec
 from flotilla.pipelines.runs import local_status
 from flotilla.pipelines.runs.kfp_access import Instance, describe_no_page
+from flotilla.pipelines.runs.log_view import LogView, OnLine
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.pipelines.runs.run_log import local as local_logs
-from flotilla.pipelines.runs.run_log.view import LogLine, LogView
 from flotilla.trainer.runtime.errors import DONE, ConfigError, UserError, nearest
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from flotilla.pipelines.runs.kfp_watch import OnNote
 
 RUNS = Path("runs")
-OnLine = Callable[[LogLine], None]
-_REFUSED = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,22 +59,20 @@ def list_remote(
     instance: Instance | None = None, *, experiment: str = "", limit: int = 20
 ) -> tuple[RemoteRun, ...]:
     """Return the runs on a KFP instance, of one experiment or of all, newest first."""
-    from flotilla.pipelines.runs.kfp_client import connect, pages
+    from flotilla.pipelines.runs.kfp_client import NEWEST, connect, pages
     from flotilla.pipelines.runs.kfp_run import view
-    from flotilla.pipelines.runs.upload import NEWEST, equals
+    from flotilla.pipelines.runs.submission import find_experiment
 
     client = connect((instance or Instance()).access())
     named: dict[str, Any] = {}
     if experiment:
-        listed = _experiments(client, equals("display_name", experiment))
-        found = next((each for each in listed if each.display_name == experiment), None)
-        if found is None:
-            known = [str(each.display_name) for each in _experiments(client)]
-            hint = nearest(experiment, known)
+        named = {"experiment_id": find_experiment(client, experiment)}
+        if not named["experiment_id"]:
+            every = pages(client.list_experiments, "experiments")
+            hint = nearest(experiment, [str(each.display_name) for each in every])
             raise UserError(f"{client.access.endpoint} has no experiment {experiment!r}{hint}")
-        named = {"experiment_id": str(found.experiment_id)}
     runs = pages(client.list_runs, "runs", most=limit, sort_by=NEWEST, **named)
-    return tuple(view(each) for each in runs)
+    return tuple(map(view, runs))
 
 
 def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> RunResult:
@@ -155,14 +150,14 @@ def logs(
     name, stages = select_step(step, (*STEPS, *SWEEP_STEPS)) if step else ("", ())
     view = LogView(stages=stages, task=task, verbose=verbose)
     if client is None:
-        local_logs.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
+        local_status.follow_logs((folder / run).absolute(), view, follow=follow, on_line=on_line)
         return local_status.read_status(folder, run)
     from flotilla.pipelines.runs.kfp_run import find_run
-    from flotilla.pipelines.runs.run_log import kfp
+    from flotilla.pipelines.runs.kfp_watch import follow_logs, ignore
 
-    last = kfp.follow_logs(
+    last = follow_logs(
         client, find_run(client, run), name, view, follow=follow, on_line=on_line,
-        on_note=on_note or (lambda _line: None),
+        on_note=on_note or ignore,
     )  # fmt: skip
     return RunResult(
         run_id=last.run_id, status=last.state.lower(), exit_code=DONE, message=last.error, steps=(),
@@ -208,7 +203,7 @@ def cancel(
 
 
 def _cancel_remote(client: Client, run: str) -> Cancellation:
-    from flotilla.pipelines.runs.kfp_client import InstanceError, ask
+    from flotilla.pipelines.runs.kfp_client import REFUSED, InstanceError, ask
     from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
     from flotilla.pipelines.runs.kfp_run import find_run
     from flotilla.pipelines.runs.kfp_watch import command
@@ -223,7 +218,7 @@ def _cancel_remote(client: Client, run: str) -> Cancellation:
             remote = find_run(client, remote.run_id)
             if remote.state == "CANCELING" and error.is_of_absent_workflow:
                 raise UserError(f"run {remote.run_id}: {WORKFLOW_GONE}") from None
-            if error.status != _REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
+            if error.status != REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
                 raise
     message = f"run {remote.run_id} has already ended: {remote.state.lower()}"
     if not remote.has_ended:
@@ -254,10 +249,3 @@ def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
         return connect((instance or Instance()).access())
     except ConfigError as error:
         raise ConfigError(f"no run {run!r} below {workdir}, and {error}") from None
-
-
-def _experiments(client: Client, only: str = "") -> Iterator[Any]:
-    from flotilla.pipelines.runs.kfp_client import pages
-
-    named: dict[str, Any] = {"filter": only} if only else {}
-    return pages(client.list_experiments, "experiments", **named)

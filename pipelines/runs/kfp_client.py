@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import kfp_server_api
 import urllib3
@@ -49,10 +49,9 @@ _REMEDIES = {
 }
 _REDIRECTED = 3
 _SERVER = 500
-
-
-#: HTTP status codes for an object that does not exist, and for one that already exists.
-ABSENT, CONFLICT = 404, 409
+#: HTTP status codes for an invalid request, an object that does not exist, and one that already
+#: exists.
+REFUSED, ABSENT, CONFLICT = 400, 404, 409
 
 
 class InstanceError(UserError):
@@ -180,6 +179,8 @@ PAGE_SECONDS = 5.0
 # Text on the page that the user interface returns for any path.
 _UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
+#: The order of a list, newest first.
+NEWEST = "created_at desc"
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
 _PAGE = 100
 _VERSION_KEYS = ("tag_name", "apiServerTagName")
@@ -373,6 +374,23 @@ def pages(
         token = page.next_page_token or ""
         if not token or left <= 0:
             return
+
+
+def equals(key: str, value: str) -> str:
+    """Return an API filter for a field with this value. The instance ignores case."""
+    return _filter("EQUALS", key, value)
+
+
+def containing(key: str, value: str) -> str:
+    """Return a filter for fields that contain `value`, in which `%` and `_` are wildcards."""
+    # A backslash would escape the next character, so use the longest part without one.
+    return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
+
+
+def _filter(operation: str, key: str, value: str) -> str:
+    predicate = {"operation": operation, "key": key, "stringValue": value}
+    # The server decodes this parameter twice, so a `+` would become a space.
+    return quote(json.dumps({"predicates": [predicate]}), safe="")
 
 
 def is_id(text: str) -> bool:

@@ -30,8 +30,15 @@ from flotilla.components.table import (
     find_step_of_stage,
 )
 from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, one_line
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Pod, Step, has_pod, read_log, read_object
-from flotilla.pipelines.runs.kfp_run import RemoteRun
+from flotilla.pipelines.runs.kfp_run import (
+    Nodes,
+    Pod,
+    RemoteRun,
+    Step,
+    has_pod,
+    read_log,
+    read_object,
+)
 from flotilla.pipelines.runs.outcome import RunResult, join_reasons
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
 from flotilla.trainer.runtime.json_records import read_record
@@ -64,9 +71,6 @@ class _Published:
 
     records: Mapping[str, StepRecord] = field(default_factory=dict)
     unread: str = ""
-
-    def find_record(self, step: str) -> StepRecord | None:
-        return self.records.get(step)
 
 
 WORKFLOW_GONE = (
@@ -102,7 +106,7 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
         return None
     rows = _rows(run, published)
     at = {step.name: rows[step.name][-1] for step in run.steps if step.state == "RUNNING"}
-    return {name: record for name, record in at.items() if published.find_record(record.step)}
+    return {name: record for name, record in at.items() if published.records.get(record.step)}
 
 
 def _judge_active(client: Client, run: RemoteRun) -> _Verdict:
@@ -230,7 +234,7 @@ def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list
     A recreated pod starts again with the first stage. Until it rewrites the records of later
     stages, they belong to an earlier attempt.
     """
-    found = [record for name in stages if (record := published.find_record(name))]
+    found = [record for name in stages if (record := published.records.get(name))]
     if not found or step.state not in ("RUNNING", "SUCCEEDED", "FAILED"):
         return [_row(step, step.name)]
     at = max(found, key=lambda each: (each.began, stages.index(each.step)))
@@ -254,7 +258,7 @@ def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list
 
 def _done(step: Step, stage: str, published: _Published) -> StepRecord:
     """Return the record of a finished stage, without results if they were not published."""
-    said = published.find_record(stage)
+    said = published.records.get(stage)
     if said and said.ended is not None and said.status == "done":
         return said
     return replace(_row(step, stage), status="done")
@@ -286,7 +290,7 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
         return _judge_untrained(run, published)
     if _has_run(run, published, REGISTRY):
         return _judge_registration(published)
-    gate = published.find_record(GATE.name)
+    gate = published.records.get(GATE.name)
     if gate and gate.metrics.get("decision") == GATE.accepts:
         return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} did not run"
     reasons = _reasons(gate)
@@ -296,20 +300,20 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
 def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
     """Return whether a successful run ran a stage, by the state of its step or by its record."""
     if not run.steps:
-        return published.find_record(stage.name) is not None
+        return published.records.get(stage.name) is not None
     name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
     return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
 
 
 def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
     for row in STAGES:
-        if (said := published.find_record(row.name)) and ends_well(
+        if (said := published.records.get(row.name)) and ends_well(
             row.name, said.metrics.get("decision")
         ):
             return row.completes, DONE, _reasons(said)
     if _has_run(run, published, TRAINER) or not _has_run(run, published, DATA):
         return "done", DONE, ""
-    said = published.find_record(DATA.name)
+    said = published.records.get(DATA.name)
     if said and said.metrics.get("decision") == DATA.accepts:
         message = f"the data was {DATA.accepts}, but {TRAINER.name} did not run"
         return "failed", FAILED, message
@@ -319,7 +323,7 @@ def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
 
 
 def _judge_registration(published: _Published) -> _Verdict:
-    registry = published.find_record(REGISTRY.name)
+    registry = published.records.get(REGISTRY.name)
     decision = registry.metrics.get("decision") if registry else None
     if decision == REGISTRY.accepts:
         return "blessed", DONE, ""

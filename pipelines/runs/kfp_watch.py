@@ -1,4 +1,7 @@
-"""Follows a run on a KFP instance until it ends."""
+"""Follows a run on a KFP instance until it ends, and reads the logs of its steps.
+
+The log of the training step includes the lines of the training tasks, which the launcher relays.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from flotilla.components.records.run_store import STEPS
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, connect
@@ -20,9 +24,11 @@ from flotilla.pipelines.runs.kfp_outcome import (
     judge_run,
     waiting_pods,
 )
-from flotilla.pipelines.runs.kfp_run import RemoteRun, find_run, refresh_run
+from flotilla.pipelines.runs.kfp_run import ENDED, RemoteRun, Step, find_run, read_log, refresh_run
+from flotilla.pipelines.runs.log_view import LogText, LogView, OnLine
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer import storage
+from flotilla.trainer.runtime.errors import UserError, nearest
 
 LOOK_SECONDS = 3.0
 # Seconds between two reads of the stages' records, normally and after a failed read.
@@ -68,7 +74,7 @@ def follow(
     """
     client = connect((instance or Instance()).access())
     run_id = find_run(client, run).run_id
-    last = watch(client, run_id, on_change or _ignore, on_note or _ignore)
+    last = watch(client, run_id, on_change or ignore, on_note or ignore)
     return judge_run(client, last)
 
 
@@ -198,5 +204,106 @@ def command(access: Access, verb: str, run: str) -> str:
     return f"flotilla {verb} {run} --endpoint {access.endpoint}{where}"
 
 
-def _ignore(_seen: object) -> None:
-    pass
+def ignore(_seen: object) -> None:
+    """Do nothing. The default for a function that is called with news."""
+
+
+class LogFollower:
+    """Reads new lines from the logs of a run."""
+
+    def __init__(self, client: Client, only: str, view: LogView, on_line: OnLine) -> None:
+        """Follow the step `only`, or all steps if it is empty."""
+        self._client, self._only = client, only
+        self._view, self._on_line = view, on_line
+        # The parser of each pod's log, and the length that was already read.
+        self._texts: dict[str, LogText] = {}
+        self.lengths: dict[str, int] = {}
+        self._done: set[str] = set()
+        self.refused: dict[str, tuple[Step, InstanceError]] = {}
+
+    def look(self, run: RemoteRun) -> None:
+        """Read the logs of the steps that have begun."""
+        for step in run.steps:
+            if self._only not in ("", step.name) or step.name in self._done:
+                continue
+            if step.state in ("RUNNING", "SUCCEEDED", "FAILED"):
+                over = step.state in ENDED or run.has_ended
+                self._read_step(run, step, over)
+                if over:
+                    self._done.add(step.name)
+
+    def _read_step(self, run: RemoteRun, step: Step, over: bool) -> None:
+        try:
+            if not step.pod:
+                raise InstanceError(f"{step.name} has no pod yet")
+            text = read_log(self._client, run.run_id, run.created, step.pod)
+        except InstanceError as error:
+            if error.status in (401, 403):
+                raise
+            self.refused[step.name] = (step, error)
+            return
+        self.refused.pop(step.name, None)
+        if not over:
+            # Leave out the last line, which may be incomplete.
+            text = text[: text.rfind("\n") + 1]
+        seen = self.lengths.get(step.pod, 0)
+        # If the log is shorter than before, Kubernetes has started a new file.
+        fresh = text[seen:] if len(text) >= seen else text
+        self.lengths[step.pod] = len(text)
+        text_of = self._texts.setdefault(step.pod, LogText(utc=True))
+        self._view.enter(step.name)
+        for line in fresh.rstrip("\n").split("\n") if fresh else ():
+            for each in self._view.take(text_of.take(line)):
+                self._on_line(each)
+        for each in self._view.end() if over else self._view.flush():
+            self._on_line(each)
+
+
+def follow_logs(
+    client: Client,
+    run: RemoteRun,
+    only: str,
+    view: LogView,
+    *,
+    follow: bool = False,
+    on_line: OnLine,
+    on_note: OnNote,
+) -> RemoteRun:
+    """Pass the logs of a run, or of its step `only`, to `on_line`, and return the run's last state.
+
+    `on_note` is called with a message about each missing log. Raises `UserError`.
+    """
+    names = [step.name for step in run.steps]
+    # If the run has a step for each stage, as in earlier versions, read only that step.
+    only = next((each for each in view.stages if view.stages == (each,) and each in names), only)
+    if only and only not in names and (run.has_ended or not follow):
+        known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
+        raise UserError(f"the run {run.run_id} has no step {only!r}{known}")
+    follower = LogFollower(client, only, view, on_line)
+    if follow and not run.has_ended:
+        last = watch(client, run.run_id, follower.look, on_note)
+    else:
+        follower.look(run)
+        last = run
+    for step, error in follower.refused.values():
+        on_note(f"cannot read the log of {step.name}: {error}; {_instead(client, last, step)}")
+    if last.impasse:
+        on_note(last.impasse)
+    if follower.refused and not follower.lengths:
+        step, _ = next(iter(follower.refused.values()))
+        raise UserError(
+            f"{client.access.endpoint} returns no log of the run {run.run_id}; "
+            f"{_instead(client, last, step)}"
+        )
+    view.require_task(run.run_id, sorted(each for each in view.labels if each[-1:].isdigit()))
+    return last
+
+
+def _instead(client: Client, run: RemoteRun, step: Step) -> str:
+    """Return where to find the content of a log that the instance does not return."""
+    namespace = client.access.namespace or "kubeflow"
+    if run.has_ended:
+        records = storage.join(run.at, STEPS) if run.at else ""
+        where = f"the step's records are below {records}" if records else "see `flotilla status`"
+        return f"KFP removes the pods and logs of a run some time after the run ends; {where}"
+    return f"read it with `kubectl logs -n {namespace} {step.pod or '-'} -c main`"

@@ -13,13 +13,11 @@ import secrets
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 
 from flotilla.components.in_use import publish_code
@@ -39,6 +37,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import AttemptBegin, Event, Interrupted
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
+from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.uri import require_uri
 from flotilla.trainer.tracking import tracker
 
@@ -431,7 +430,10 @@ def _execute(
         os.close(run.lock)
     if child.returncode == -signal.SIGTERM:
         # The child was stopped before it could write an event about the interrupt, so add one.
-        state.take(_wait_interrupted(run))
+        event = Interrupted()
+        with suppress(OSError):
+            events.append(run.folder / EVENTS, event)
+        state.take(event)
     result = judge_outcome(state, child.returncode, interrupted=bool(interrupts))
     if result.status not in ("failed", "interrupted") and result.find_step("checkpoint"):
         run.save_config()
@@ -439,13 +441,6 @@ def _execute(
     result = add_full_disk(result, run.folder)
     tracked.end(result.status, result.message)
     return result
-
-
-def _wait_interrupted(run: LocalRun) -> Interrupted:
-    event = Interrupted()
-    with suppress(OSError):
-        events.append(run.folder / EVENTS, event)
-    return event
 
 
 def _start(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -502,22 +497,15 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Forward the first interrupt as SIGTERM, and later ones as SIGKILL. Yield their numbers."""
-    seen: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield seen
-        return
+    """Forward the first interrupt as SIGTERM, and later ones as SIGKILL. Yield what was sent."""
+    sent: list[int] = []
 
-    def handle(number: int, _frame: FrameType | None) -> None:
-        seen.append(number)
-        _signal_group(child, signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
+    def forward() -> None:
+        sent.append(signal.SIGKILL if sent else signal.SIGTERM)
+        _signal_group(child, sent[-1])
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield seen
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with handle_interrupts(forward):
+        yield sent
 
 
 def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:

@@ -22,6 +22,7 @@ from flotilla.components.table import (
 )
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
+from flotilla.trainer.events import RunEnd
 from flotilla.trainer.events.progress import time_at_work
 from flotilla.trainer.events.run_state import RunState
 from flotilla.trainer.report import headline
@@ -189,6 +190,12 @@ def judge_outcome(state: RunState, returncode: int | None, *, interrupted: bool)
         message = f"{_why_it_ended(steps, returncode)}; see pipeline.log"
         return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
     return _judge_steps(steps)
+
+
+def judge_ended(state: RunState) -> RunResult:
+    """Determine the result of a run that has ended, from its events alone."""
+    # If a runner is killed between two steps, neither an event nor a failed step shows it.
+    return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 
 def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:

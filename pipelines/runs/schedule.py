@@ -27,19 +27,31 @@ from flotilla.pipelines.old_parameters import (
 )
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
-from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, connect, pages
+from flotilla.pipelines.runs.kfp_client import (
+    ABSENT,
+    NEWEST,
+    REFUSED,
+    Client,
+    InstanceError,
+    ask,
+    connect,
+    equals,
+    pages,
+)
 from flotilla.pipelines.runs.kfp_outcome import WORKFLOW_GONE
 from flotilla.pipelines.runs.kfp_run import RemoteRun, view
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.submission import (
     Submission,
     Target,
+    Version,
     add_code,
     experiment_id,
+    find_version,
     make_submission,
+    newest_version,
     run_parameters,
 )
-from flotilla.pipelines.runs.upload import NEWEST, Version, equals, find_version, newest_version
 from flotilla.pipelines.schedule_times import Timing, describe, make_timing
 from flotilla.pipelines.settings import Settings
 from flotilla.pipelines.step_settings import check_image
@@ -47,9 +59,6 @@ from flotilla.trainer.code.bundle import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
-
-# The HTTP status of a request that the server refuses.
-_REFUSED = 400
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -335,7 +344,7 @@ def _terminate(client: Client, run_id: str) -> bool:
     except InstanceError as error:
         if error.is_of_absent_workflow:
             return False
-        if error.status != _REFUSED:
+        if error.status != REFUSED:
             raise
     return True
 

@@ -16,13 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from flotilla.components.records.step_record import OF_STEPS
-from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
+from flotilla.pipelines.runs.outcome import RunResult, judge_ended
 from flotilla.trainer import events
 from flotilla.trainer.config.load import load_config
-from flotilla.trainer.events import RunEnd
 from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import registration
-from flotilla.trainer.runtime.errors import DONE, UserError
+from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tracking import addresses, mlflow_run
 from flotilla.trainer.tracking.tracker import MOST_SENDINGS, UNSENT, LocalRun, Unsent
 
@@ -106,7 +105,8 @@ def _send(folder: Path, left: Unsent) -> bool:
         if not (folder / CONFIG).exists():
             sent = LocalRun(None, folder.name, history)
             return sent.end("interrupted", "the process was killed")
-        result = _judge(history)
+        state = reduce_events(events.read(history, every=OF_STEPS), newest_start=True)
+        result = judge_ended(state)
         sent = LocalRun(load_config(folder / CONFIG), folder.name, history)
     except (OSError, UserError) as error:
         log.debug("%s: %s", folder, error)
@@ -114,11 +114,6 @@ def _send(folder: Path, left: Unsent) -> bool:
     ends = [step.ended for step in result.steps if step.ended]
     word = "KILLED" if _is_killed(result) else ""
     return sent.end(result.status, result.message, word=word, ended=max(ends, default=0))
-
-
-def _judge(history: Path) -> RunResult:
-    state = reduce_events(events.read(history, every=OF_STEPS), newest_start=True)
-    return judge_outcome(state, DONE if state.newest(RunEnd) else None, interrupted=False)
 
 
 def _is_killed(result: RunResult) -> bool:

@@ -167,19 +167,15 @@ def make_result(sweep: Sweep, run: RunResult) -> SweepResult:
 
 
 def begin(options: SweepOptions, workdir: Path, resume: str | None) -> Study:
-    """Create a new sweep, or open the sweep to resume. Raises `UserError`."""
-    if resume is None:
-        return start(options, workdir)
-    if options != SweepOptions(parallel=options.parallel):
-        raise ConfigError(
-            "--resume accepts only the options --workdir and --parallel; remove the other options"
-        )
-    return resume_sweep(resume, workdir)
-
-
-def start(options: SweepOptions, workdir: Path) -> Study:
-    """Create a new sweep below `workdir`. Raises `UserError`."""
+    """Create a new sweep below `workdir`, or open the sweep to resume. Raises `UserError`."""
     local.require_current_folder()
+    if resume is not None:
+        if options != SweepOptions(parallel=options.parallel):
+            raise ConfigError(
+                "--resume accepts only the options --workdir and --parallel; remove the other "
+                "options"
+            )
+        return _open(resume, workdir)
     sweep = plan_sweep(options)
     folder = workdir.absolute() / sweep.sweep_id
     try:
@@ -191,9 +187,7 @@ def start(options: SweepOptions, workdir: Path) -> Study:
     return Study(folder, sweep)
 
 
-def resume_sweep(sweep_id: str, workdir: Path) -> Study:
-    """Open the sweep with this id below `workdir`. Raises `ConfigError`."""
-    local.require_current_folder()
+def _open(sweep_id: str, workdir: Path) -> Study:
     known = sorted(
         {path.parent.name for each in (FILE, OLD_FILE) for path in workdir.glob(f"*/{each}")}
     )

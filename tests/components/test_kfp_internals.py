@@ -36,7 +36,7 @@ PRIVATE = {
 }
 FILE = Path("components/kfp_internals.py")
 # This file contains the log lines of KFP's executor that `flotilla logs` hides.
-OF_LOGS = Path("pipelines/runs/run_log/text.py")
+OF_LOGS = Path("pipelines/runs/log_view.py")
 
 
 def used_in(path):

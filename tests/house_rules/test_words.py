@@ -28,7 +28,7 @@ SEEN = {
 WRITERS = {
     "pipelines/cli/__main__.py": "before anything is imported: an interrupt, and a bug",
     "pipelines/cli/exit.py": "the answer of a command",
-    "pipelines/forked_steps.py": "what a step says, as the runner of KFP on this machine has it",
+    "pipelines/runs/local_child.py": "what a step says, as KFP's local runner has it",
     "trainer/__main__.py": "the entry of a task: its answer is a line of standard output",
     "trainer/export/smoke_request.py": "a program: its answer is a line of standard output",
     "trainer/runtime/noise.py": "lines of another program, without those that say nothing",
@@ -50,9 +50,8 @@ READERS = {
     "trainer/data/files/text_values.py": "cells of people",
     "trainer/tasks/registry.py": "checks that the digits are ASCII",
     "components/kubernetes/pods/shutdown.py": "a variable of this program's own",
-    "pipelines/runs/run_log/kfp.py": "asks for one character, and reads no number",
-    "pipelines/runs/run_log/text.py": "a time that was read before",
-    "pipelines/runs/run_log/view.py": "asks for one character, and reads no number",
+    "pipelines/runs/kfp_watch.py": "asks for one character, and reads no number",
+    "pipelines/runs/log_view.py": "a time that was read before, and one character",
 }
 _READS = re.compile(r"\.(?:isdigit|isdecimal|isnumeric|fromisoformat|fromtimestamp)\(")
 

@@ -13,6 +13,7 @@ import yaml
 from tests.kfp_instance.workflow import Workflow, moment
 
 Tree = dict[str, Any]
+Play = Callable[[Workflow, Tree], None]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -51,7 +52,7 @@ class Store:
         # Whether a schedule can be deleted without its workflows, which is possible since KFP 2.16.
         self.leaves_orphans = True
         # Changes of a run, in order; each request for the run applies the next one.
-        self.play: list[Callable[[Workflow, Tree], None]] = []
+        self.play: list[Play] = []
         self._seconds = itertools.count()
 
     def create_pipeline(self, body: Tree) -> Tree:

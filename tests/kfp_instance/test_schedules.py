@@ -4,7 +4,7 @@ import pytest
 
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, ask
-from flotilla.pipelines.runs.kfp_nodes import read_log
+from flotilla.pipelines.runs.kfp_run import read_log
 from tests.kfp_instance.workflow import Workflow
 
 pytestmark = pytest.mark.usefixtures("uploaded")

@@ -19,8 +19,7 @@ from kfp_server_api.exceptions import ApiException
 from flotilla.components.records.step_record import read_records
 from flotilla.components.table import WORKING
 from flotilla.pipelines.runs.kfp_access import Access
-from flotilla.pipelines.runs.kfp_client import Client, InstanceError
-from flotilla.pipelines.runs.upload import containing
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError, containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check
@@ -145,7 +144,7 @@ NAMES = ("a+b", "100%", "plain")
 
 
 @pytest.fixture
-def requests_served():
+def filled():
     with Instance() as instance:
         made = instance.store.create_pipeline({"display_name": "mine"})
         instance.pipeline_id = made["pipeline_id"]
@@ -165,18 +164,18 @@ class Answer:
         return json.loads(self.body)
 
 
-def asked(requests_served, method, path, *, body=None, **query):
+def asked(filled, method, path, *, body=None, **query):
     text = f"?{urlencode(query)}" if query else ""
-    got = urllib3.request(method, f"{requests_served.url}{path}{text}", body=body, retries=False)
+    got = urllib3.request(method, f"{filled.url}{path}{text}", body=body, retries=False)
     return Answer(got.status, got.headers.get("content-type", ""), got.data)
 
 
-def posted(requests_served, what, tree):
-    return asked(requests_served, "POST", f"{V2}/{what}", body=json.dumps(tree).encode())
+def posted(filled, what, tree):
+    return asked(filled, "POST", f"{V2}/{what}", body=json.dumps(tree).encode())
 
 
-def filtered(requests_served, text, **more):
-    return asked(requests_served, "GET", f"{V2}/experiments", filter=text, **more)
+def filtered(filled, text, **more):
+    return asked(filled, "GET", f"{V2}/experiments", filter=text, **more)
 
 
 def predicate(value, key="display_name", operation="EQUALS"):
@@ -184,48 +183,48 @@ def predicate(value, key="display_name", operation="EQUALS"):
     return json.dumps({"predicates": [tree]})
 
 
-def reference(requests_served, **more):
-    return {"pipeline_version_reference": {"pipeline_id": requests_served.pipeline_id, **more}}
+def reference(filled, **more):
+    return {"pipeline_version_reference": {"pipeline_id": filled.pipeline_id, **more}}
 
 
-def run_of(requests_served, **more):
-    return {"display_name": "one", **reference(requests_served), **more}
+def run_of(filled, **more):
+    return {"display_name": "one", **reference(filled), **more}
 
 
-def with_parameters(requests_served, **values):
-    return run_of(requests_served, runtime_config={"parameters": values})
+def with_parameters(filled, **values):
+    return run_of(filled, runtime_config={"parameters": values})
 
 
-def schedule_of(requests_served, cron="0 0 3 * * *", **more):
+def schedule_of(filled, cron="0 0 3 * * *", **more):
     return {
         "display_name": "nightly",
         "max_concurrency": "1",
         "mode": "ENABLE",
         "trigger": {"cron_schedule": {"cron": cron}},
         "runtime_config": {},
-        **reference(requests_served),
+        **reference(filled),
         **more,
     }
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_filter_is_decoded_twice(requests_served, name):
-    posted(requests_served, "experiments", {"display_name": name})
-    plain = filtered(requests_served, predicate(name))
+def test_a_filter_is_decoded_twice(filled, name):
+    posted(filled, "experiments", {"display_name": name})
+    plain = filtered(filled, predicate(name))
     found = [each["display_name"] for each in plain.tree.get("experiments", ())]
     assert (plain.status, found) == {
         "a+b": (200, []), "100%": (400, []), "plain": (200, ["plain"]),
     }[name]  # fmt: skip
-    right = filtered(requests_served, quote(predicate(name), safe=""))
+    right = filtered(filled, quote(predicate(name), safe=""))
     assert [each["display_name"] for each in right.tree["experiments"]] == [name]
 
 
-def test_a_part_of_a_name_is_a_pattern_of_the_database(requests_served):
+def test_a_part_of_a_name_is_a_pattern_of_the_database(filled):
     for name in ("a_b", "axb", "A_B"):
-        posted(requests_served, "experiments", {"display_name": name})
-    like = filtered(requests_served, predicate("a_b", operation="IS_SUBSTRING")).tree["experiments"]
+        posted(filled, "experiments", {"display_name": name})
+    like = filtered(filled, predicate("a_b", operation="IS_SUBSTRING")).tree["experiments"]
     assert [each["display_name"] for each in like] == ["a_b", "axb", "A_B"]
-    exact = filtered(requests_served, predicate("a_b")).tree["experiments"]
+    exact = filtered(filled, predicate("a_b")).tree["experiments"]
     assert [each["display_name"] for each in exact] == ["a_b", "A_B"]
 
 
@@ -245,43 +244,40 @@ def test_a_part_of_a_name_is_a_pattern_of_the_database(requests_served):
     ids=str,
 )
 @pytest.mark.parametrize("what", ["experiments", "runs", "recurringruns", "pipelines"])
-def test_a_bad_list_request_is_400(requests_served, what, query):
-    answer = asked(requests_served, "GET", f"{V2}/{what}", **query)
+def test_a_bad_list_request_is_400(filled, what, query):
+    answer = asked(filled, "GET", f"{V2}/{what}", **query)
     assert answer.status == 400
     assert set(answer.tree) == {"code", "message", "details"}
     assert answer.tree["code"] == 3
 
 
-def test_page_tokens_are_base64_and_belong_to_their_order(requests_served):
+def test_page_tokens_are_base64_and_belong_to_their_order(filled):
     for name in NAMES:
-        posted(requests_served, "experiments", {"display_name": name})
+        posted(filled, "experiments", {"display_name": name})
     query = {"page_size": "2", "sort_by": "created_at desc"}
-    first = asked(requests_served, "GET", f"{V2}/experiments", **query)
+    first = asked(filled, "GET", f"{V2}/experiments", **query)
     token = first.tree["next_page_token"]
     assert isinstance(json.loads(base64.b64decode(token, validate=True)), dict)
-    second = asked(requests_served, "GET", f"{V2}/experiments", page_token=token, **query)
+    second = asked(filled, "GET", f"{V2}/experiments", page_token=token, **query)
     named = [each["display_name"] for each in first.tree["experiments"]]
     named += [each["display_name"] for each in second.tree["experiments"]]
     assert named == list(reversed(NAMES))
-    other = asked(
-        requests_served, "GET", f"{V2}/experiments", page_token=token, sort_by="created_at asc"
-    )
+    other = asked(filled, "GET", f"{V2}/experiments", page_token=token, sort_by="created_at asc")
     assert other.status == 400
 
 
-def test_a_page_has_two_hundred_rows_at_most(requests_served):
+def test_a_page_has_two_hundred_rows_at_most(filled):
     for number in range(205):
-        requests_served.store.create_experiment({"display_name": str(number)})
+        filled.store.create_experiment({"display_name": str(number)})
     assert (
-        len(asked(requests_served, "GET", f"{V2}/experiments", page_size="900").tree["experiments"])
-        == 200
+        len(asked(filled, "GET", f"{V2}/experiments", page_size="900").tree["experiments"]) == 200
     )
-    assert len(asked(requests_served, "GET", f"{V2}/experiments").tree["experiments"]) == 20
+    assert len(asked(filled, "GET", f"{V2}/experiments").tree["experiments"]) == 20
 
 
 @pytest.mark.parametrize("body", [b"no JSON", b"[]", b'{"nothing": 1}'])
-def test_a_bad_body_is_400(requests_served, body):
-    answer = asked(requests_served, "POST", f"{V2}/runs", body=body)
+def test_a_bad_body_is_400(filled, body):
+    answer = asked(filled, "POST", f"{V2}/runs", body=body)
     assert (answer.status, set(answer.tree)) == (400, {"code", "message", "details"})
 
 
@@ -297,39 +293,33 @@ def test_a_bad_body_is_400(requests_served, body):
         ({"kind": "b"}, 200),
     ],
 )
-def test_a_parameter_of_the_wrong_type_is_400(requests_served, values, status):
-    assert (
-        posted(requests_served, "runs", with_parameters(requests_served, **values)).status == status
-    )
+def test_a_parameter_of_the_wrong_type_is_400(filled, values, status):
+    assert posted(filled, "runs", with_parameters(filled, **values)).status == status
 
 
-def test_an_integer_may_be_a_fraction_or_left_out(requests_served):
-    assert (
-        posted(requests_served, "runs", with_parameters(requests_served, steps=3.5)).status == 200
-    )
-    assert posted(requests_served, "runs", with_parameters(requests_served)).status == 200
+def test_an_integer_may_be_a_fraction_or_left_out(filled):
+    assert posted(filled, "runs", with_parameters(filled, steps=3.5)).status == 200
+    assert posted(filled, "runs", with_parameters(filled)).status == 200
 
 
-def test_a_run_without_version_or_experiment_takes_the_newest_and_default(requests_served):
+def test_a_run_without_version_or_experiment_takes_the_newest_and_default(filled):
     for _again in range(2):
-        made = posted(requests_served, "runs", run_of(requests_served)).tree
-    version = requests_served.store.versions[
-        made["pipeline_version_reference"]["pipeline_version_id"]
-    ]
-    experiment = requests_served.store.experiments[made["experiment_id"]]
+        made = posted(filled, "runs", run_of(filled)).tree
+    version = filled.store.versions[made["pipeline_version_reference"]["pipeline_version_id"]]
+    experiment = filled.store.experiments[made["experiment_id"]]
     assert (version["display_name"], experiment["display_name"]) == ("newer", "Default")
-    assert len(requests_served.store.experiments) == 1
+    assert len(filled.store.experiments) == 1
 
 
-def test_an_absent_version_and_a_run_without_a_name_are_500(requests_served):
+def test_an_absent_version_and_a_run_without_a_name_are_500(filled):
     absent = posted(
-        requests_served,
+        filled,
         "runs",
-        run_of(requests_served, **reference(requests_served, pipeline_version_id="no")),
+        run_of(filled, **reference(filled, pipeline_version_id="no")),
     )
     assert (absent.status, absent.tree["code"]) == (500, 13)
     assert "PipelineVersion no not found" in absent.tree["message"]
-    assert posted(requests_served, "runs", run_of(requests_served, display_name="")).status == 500
+    assert posted(filled, "runs", run_of(filled, display_name="")).status == 500
 
 
 def multipart(text):
@@ -340,46 +330,39 @@ def multipart(text):
     )
 
 
-def uploaded(requests_served, **query):
+def uploaded(filled, **query):
     path = f"{V2}/pipelines/upload_version"
-    return asked(requests_served, "POST", path, body=multipart(json.dumps(SPEC)), **query)
+    return asked(filled, "POST", path, body=multipart(json.dumps(SPEC)), **query)
 
 
-def test_an_upload_to_an_absent_pipeline_is_400_as_plain_text(requests_served):
-    absent = uploaded(requests_served, pipelineid="nothing", name="v")
+def test_an_upload_to_an_absent_pipeline_is_400_as_plain_text(filled):
+    absent = uploaded(filled, pipelineid="nothing", name="v")
     assert (absent.status, absent.kind) == (400, "text/plain; charset=utf-8")
     assert set(absent.tree) == {"error_message", "error_details"}
-    again = uploaded(requests_served, pipelineid=requests_served.pipeline_id, name="newer")
+    again = uploaded(filled, pipelineid=filled.pipeline_id, name="newer")
     assert (again.status, again.kind) == (409, "application/json")
     assert set(again.tree) == {"error_message", "error_details"}
 
 
 @pytest.mark.parametrize("cron", ["61 0 3 * * *", "0 3 * *", "0 0 25 * * *"])
-def test_a_cron_expression_that_never_comes_is_400(requests_served, cron):
-    assert (
-        posted(requests_served, "recurringruns", schedule_of(requests_served, cron)).status == 400
-    )
+def test_a_cron_expression_that_never_comes_is_400(filled, cron):
+    assert posted(filled, "recurringruns", schedule_of(filled, cron)).status == 400
 
 
-def test_a_schedule_of_the_newest_version_has_no_service_account(requests_served):
-    latest = posted(requests_served, "recurringruns", schedule_of(requests_served)).tree
-    version = next(iter(requests_served.store.versions))
-    pinned = schedule_of(requests_served, **reference(requests_served, pipeline_version_id=version))
+def test_a_schedule_of_the_newest_version_has_no_service_account(filled):
+    latest = posted(filled, "recurringruns", schedule_of(filled)).tree
+    version = next(iter(filled.store.versions))
+    pinned = schedule_of(filled, **reference(filled, pipeline_version_id=version))
     assert "service_account" not in latest
-    made = posted(requests_served, "recurringruns", pinned).tree
+    made = posted(filled, "recurringruns", pinned).tree
     assert made["service_account"] == "pipeline-runner"
-    assert (
-        posted(
-            requests_served, "recurringruns", schedule_of(requests_served, display_name="")
-        ).status
-        == 400
-    )
+    assert posted(filled, "recurringruns", schedule_of(filled, display_name="")).status == 400
 
 
-def test_only_the_address_of_the_user_interface_has_pages(requests_served):
-    assert asked(requests_served, "GET", "/").status == 404
-    requests_served.has_ui = True
-    page = asked(requests_served, "GET", "/")
+def test_only_the_address_of_the_user_interface_has_pages(filled):
+    assert asked(filled, "GET", "/").status == 404
+    filled.has_ui = True
+    page = asked(filled, "GET", "/")
     assert (page.status, page.kind) == (200, "text/html")
     assert b"<title>Kubeflow Pipelines</title>" in page.body
 
@@ -582,9 +565,9 @@ def test_after_the_loss_of_a_pod_argo_waits():
     assert workflow.pod("train_model") != first
 
 
-def test_an_experiment_again_is_409(requests_served):
-    assert posted(requests_served, "experiments", {"display_name": "x"}).status == 200
-    again = posted(requests_served, "experiments", {"display_name": "x"})
+def test_an_experiment_again_is_409(filled):
+    assert posted(filled, "experiments", {"display_name": "x"}).status == 200
+    again = posted(filled, "experiments", {"display_name": "x"})
     assert (again.status, again.tree["code"]) == (409, 6)
 
 

@@ -27,11 +27,21 @@ PLACEHOLDER = re.compile(r"\{\{\$\.inputs\.parameters\['([^']+)'\]\}\}")
 ROWS = {step.kfp_name: step for step in STEPS}
 
 
+def compiled(folder, pods=NO_SETTINGS):
+    """Return the two documents of the compiled pipeline."""
+    compile_pipeline(folder / "pipeline.yaml", pods=pods)
+    text = (folder / "pipeline.yaml").read_text(encoding="utf-8")
+    return list(yaml.load_all(text, yaml.CSafeLoader))
+
+
+def pods_of(documents):
+    executors = documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    return {name.removeprefix("exec-"): each for name, each in executors.items()}
+
+
 @pytest.fixture(scope="module")
 def documents(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
-    compile_pipeline(path)
-    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
+    return compiled(tmp_path_factory.mktemp("compiled"))
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +69,7 @@ def containers(documents):
 
 @pytest.fixture(scope="module")
 def pods(documents):
-    executors = documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    return {name.removeprefix("exec-"): each for name, each in executors.items()}
+    return pods_of(documents)
 
 
 def channels_of(tree):
@@ -192,12 +201,8 @@ def root(server, bucket):
     return f"minio://{bucket}/a root?endpoint={address}&disableSSL=true"
 
 
-def variables_of(step, secret, tmp_path):
+def variables_of(pod, secret):
     """Return the variables that Kubernetes gives a step; missing keys of a secret are skipped."""
-    compile_pipeline(tmp_path / "pipeline.yaml")
-    text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
-    _, platform = yaml.load_all(text, yaml.CSafeLoader)
-    pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][f"exec-{step}"]
     (secret_env,) = pod["secretAsEnv"]
     keys = {each["envVar"]: each["secretKey"] for each in secret_env["keyToEnv"]}
     return {variable: secret[key] for variable, key in keys.items() if key in secret}
@@ -222,8 +227,8 @@ def run(module, name, folder, root, variables):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("secret", SECRETS)
-def test_the_first_step_reads_the_store(root, secret, tmp_path):
-    given = variables_of("prepare-data", SECRETS[secret], tmp_path)
+def test_the_first_step_reads_the_store(root, secret, pods, tmp_path):
+    given = variables_of(pods["prepare-data"], SECRETS[secret])
     ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, given)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
@@ -243,8 +248,8 @@ def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_a_dataset_is_published_there(root, server, bucket, tmp_path):
-    given = variables_of("prepare-data", SECRETS["KFP's own"], tmp_path)
+def test_a_dataset_is_published_there(root, server, bucket, pods, tmp_path):
+    given = variables_of(pods["prepare-data"], SECRETS["KFP's own"])
     ended = run("flotilla.pipelines.runs.local_child", "prepare", tmp_path, root, given)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     keys = server.keys(bucket)
@@ -253,7 +258,7 @@ def test_a_dataset_is_published_there(root, server, bucket, tmp_path):
 
 
 @pytest.mark.parametrize("secret", SECRETS)
-def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, tmp_path):
+def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, pods):
     job = Job(config=parse_config({}), dataset=root, checkpoints=f"{root}/c", workdir=Path())
     tree = manifest(job, Place(namespace="models"))
     pod = tree["spec"]["tfReplicaSpecs"]["PS"]["template"]["spec"]["containers"][0]
@@ -265,7 +270,7 @@ def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, tmp_path):
     assert all(each["optional"] for each in references.values())
     held = SECRETS[secret]
     found = {name: held[each["key"]] for name, each in references.items() if each["key"] in held}
-    assert found == variables_of("train-model", held, tmp_path)
+    assert found == variables_of(pods["train-model"], held)
 
 
 def test_a_run_and_a_schedule_get_an_image(instance, remote, uploaded):
@@ -318,15 +323,12 @@ GIVEN = {
 
 @pytest.fixture(scope="module")
 def pods_documents(tmp_path_factory):
-    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
-    compile_pipeline(path, pods=step_pods(**GIVEN))
-    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
+    return compiled(tmp_path_factory.mktemp("compiled"), step_pods(**GIVEN))
 
 
 @pytest.fixture(scope="module")
 def pods_pods(pods_documents):
-    executors = pods_documents[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
-    found = {name.removeprefix("exec-"): each for name, each in executors.items()}
+    found = pods_of(pods_documents)
     assert set(found) == set(ROWS)
     return found
 
@@ -395,11 +397,7 @@ def test_scratch_is_the_folder_of_temporary_files_of_every_working_step(pods_pod
         assert found == ([] if ROWS[step].is_light else [("/tmp", "50Gi")])
 
 
-def test_without_settings_the_pipeline_is_the_same(tmp_path):
-    first, second = tmp_path / "1.yaml", tmp_path / "2.yaml"
-    compile_pipeline(first)
-    compile_pipeline(second, pods=step_pods())
-    assert first.read_text(encoding="utf-8") == second.read_text(encoding="utf-8")
+def test_without_settings_the_pipeline_is_the_same():
     assert step_pods() == NO_SETTINGS
 
 
@@ -457,7 +455,6 @@ def test_the_refusal_of_a_secret_does_not_repeat_it():
     assert "do-not-repeat" not in str(error.value)
 
 
-def test_a_compiled_file_takes_no_more_settings(tmp_path):
-    compile_pipeline(tmp_path / "pipeline.yaml")
+def test_a_compiled_file_takes_no_more_settings():
     with pytest.raises(ConfigError, match="a setting of the pods applies to compilation, but"):
-        load_package(tmp_path / "pipeline.yaml", "", StepPods(scratch="1Gi"))
+        load_package(Path("pipeline.yaml"), "", StepPods(scratch="1Gi"))

@@ -36,56 +36,49 @@ def strip_spaces(texts: tf.Tensor) -> tf.Tensor:
 CELLS, CELLS_OF_ID, FEWEST_BLOCKS, WINDOW = 32, 4, 256, 4
 
 
-class CountMinSketch:
-    """The sketch of a shard. Its graph needs exclusive access to the shard."""
+def count_ids(  # noqa: PLR0913
+    keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor, *, seen: Any, window: Any, min_count: int
+) -> tuple[tf.Tensor, tf.Tensor]:
+    """Count ids in the sketch of a shard, to which the caller has exclusive access.
 
-    def __init__(self, seen: tf.Variable, window: tf.Variable, min_count: int) -> None:
-        """Store the variables of the sketch.
+    `keys` are the ids [n], and `counts` says how often each of them occurs [n]. The variables of
+    the sketch are the cells `seen`, uint8 [blocks, CELLS], and `window`, int64 [2]: the number of
+    ids counted since the last halving, and the largest number counted in one lookup. Halving the
+    cells also halves this maximum. `sieved` is the number of ids in the sketch.
 
-        Args:
-            seen: the cells, uint8 [blocks, CELLS].
-            window: int64 [2], the number of ids counted since the last halving, and the largest
-                number counted in one lookup. Halving the cells also halves this maximum.
-            min_count: the number of times that an id must occur.
-        """
-        self._seen, self._window, self._min_count = seen, window, min_count
+    Return which ids have occurred `min_count` times [n], and the change in `sieved`.
+    """
+    blocks = int(seen.shape[0])
+    block, own = hash_keys(keys + 1, blocks), _select_cells(keys)
+    least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
+    counts = tf.cast(counts, tf.int64)
+    times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
+    raised = tf.cast(tf.minimum(times, MOST_COUNTED), tf.uint8)[:, tf.newaxis]
+    seen.scatter_max(tf.IndexedSlices(tf.bitwise.bitwise_and(own, raised), block))
+    new = tf.math.count_nonzero(tf.equal(times, counts))
+    now = tf.reduce_sum(counts)
+    counted, largest = tf.unstack(window.read_value())
+    counted, largest = counted + now, tf.maximum(largest, now)
+    full = (sieved + new > WINDOW * blocks) & (counted > min_count * largest)
 
-    def count(
-        self, keys: tf.Tensor, counts: tf.Tensor, sieved: tf.Tensor
-    ) -> tuple[tf.Tensor, tf.Tensor]:
-        """Count ids. Return which ids are frequent enough, and the change in the ids stored."""
-        seen, window = self._seen, self._window
-        blocks = int(seen.shape[0])
-        block, own = hash_keys(keys + 1, blocks), _select_cells(keys)
-        least = tf.bitwise.bitwise_or(tf.gather(seen, block), tf.bitwise.invert(own))
-        counts = tf.cast(counts, tf.int64)
-        times = tf.cast(tf.reduce_min(least, axis=1), tf.int64) + counts
-        raised = tf.cast(tf.minimum(times, MOST_COUNTED), tf.uint8)[:, tf.newaxis]
-        seen.scatter_max(tf.IndexedSlices(tf.bitwise.bitwise_and(own, raised), block))
-        new = tf.math.count_nonzero(tf.equal(times, counts))
-        now = tf.reduce_sum(counts)
-        counted, largest = tf.unstack(window.read_value())
-        counted, largest = counted + now, tf.maximum(largest, now)
-        full = (sieved + new > WINDOW * blocks) & (counted > self._min_count * largest)
+    def halve() -> tf.Tensor:
+        half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
+        # Sum in uint8, with one byte per block, because the cells may take gigabytes.
+        held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
+        left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
+        # Lookups of the largest size may occur again, so halve this size, like the counts,
+        # instead of resetting it.
+        begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
+        with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
+            return left - sieved
 
-        def halve() -> tf.Tensor:
-            half = tf.bitwise.right_shift(seen.read_value(), np.uint8(1))
-            # Sum in uint8, with one byte per block, because the cells may take gigabytes.
-            held = tf.reduce_sum(tf.minimum(half, np.uint8(1)), axis=1)
-            left = tf.reduce_sum(tf.cast(held, tf.int64)) // CELLS_OF_ID
-            # Lookups of the largest size may occur again, so halve this size, like the counts,
-            # instead of resetting it.
-            begun = window.assign(tf.stack([tf.zeros_like(largest), largest // 2]))
-            with tf.control_dependencies([seen.assign(half, read_value=True), begun]):
-                return left - sieved
+    def keep() -> tf.Tensor:
+        with tf.control_dependencies([window.assign(tf.stack([counted, largest]))]):
+            return tf.identity(new)
 
-        def keep() -> tf.Tensor:
-            with tf.control_dependencies([window.assign(tf.stack([counted, largest]))]):
-                return tf.identity(new)
-
-        with tf.control_dependencies([times]):
-            change = tf.cond(full, halve, keep)
-        return times >= self._min_count, change
+    with tf.control_dependencies([times]):
+        change = tf.cond(full, halve, keep)
+    return times >= min_count, change
 
 
 def _select_cells(keys: tf.Tensor) -> tf.Tensor:

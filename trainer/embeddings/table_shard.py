@@ -21,7 +21,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.hashes import CELLS, CountMinSketch
+from flotilla.trainer.embeddings.hashes import CELLS, count_ids
 
 # Indices into `Noted.tally`: lookups in training, assigned rows, evicted rows, ids that got no row,
 # ids in the sketch, and the step of the last search by age.
@@ -222,9 +222,14 @@ class Shard:
         absent = tf.where(slots < 0)[:, 0]
         halved = tf.constant(0, tf.int64)
         if self.noted.seen is not None:
-            sieve = CountMinSketch(self.noted.seen.value, self.window, self._rules.min_count)
-            new, times = tf.gather(keys, absent), tf.gather(counts, absent)
-            often, halved = sieve.count(new, times, counted[SIEVED])
+            often, halved = count_ids(
+                tf.gather(keys, absent),
+                tf.gather(counts, absent),
+                counted[SIEVED],
+                seen=self.noted.seen.value,
+                window=self.window,
+                min_count=self._rules.min_count,
+            )
             absent = _those(absent, often)
         evicted, swept = self._evict(tf.size(absent, tf.int64), now, counted[SWEPT])
         room = self.room.read_value()

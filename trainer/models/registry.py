@@ -97,7 +97,12 @@ def build(
         raise ConfigError(f"model {config.name}: {line}") from error
     model = _name_outputs(model, spec)
     _check_output(config.name, model, spec, check)
-    _check_paths(config.name, model)
+    paths = [variable.path for variable in model.variables]
+    if twice := sorted({path for path in paths if paths.count(path) > 1}):
+        raise ConfigError(
+            f"model {config.name}: two variables are called {twice[0]}; give layers different "
+            "names, because checkpoints identify variables by name"
+        )
     return model
 
 
@@ -131,8 +136,7 @@ def _name_outputs(model: Any, spec: InputSpec) -> Any:
 
 def require_compilable(model: keras.Model) -> None:
     """Raise `ConfigError` if XLA cannot compile a layer of the model."""
-    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
-    if layers:
+    if layers := [layer for layer in model._flatten_layers() if not layer.supports_jit]:
         named = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         raise ConfigError(f"training.jit_compile: XLA cannot compile {named}; set it to false")
 
@@ -237,16 +241,6 @@ def _inputs(spec: InputSpec) -> str:
     some = [f"{name} ({spec.dtype[name]} {shape})" for name, shape in spec.shape.items()]  # type: ignore[index]
     more = f" and {len(some) - _NAMED} more" if len(some) > _NAMED else ""
     return f"the dataset's inputs, a mapping of {', '.join(some[:_NAMED])}{more}"
-
-
-def _check_paths(name: str, model: keras.Model) -> None:
-    paths = [variable.path for variable in model.variables]
-    twice = sorted({path for path in paths if paths.count(path) > 1})
-    if twice:
-        raise ConfigError(
-            f"model {name}: two variables are called {twice[0]}; give layers different names, "
-            "because checkpoints identify variables by name"
-        )
 
 
 def freeze(model: keras.Model, globs: Sequence[str]) -> None:

@@ -85,10 +85,8 @@ def two_tower(  # noqa: PLR0913
         if of_name is None:
             ids, of_name = _number_rows(spec, name, ids)
         if isinstance(of_name, int):
-            own, some = layer_name(name, "embedding"), min(shards, of_name)
-            layer: Any = ShardedEmbedding(
-                of_name, dimension, shards=some, unknown=unknown, name=own
-            )
+            own = {"unknown": unknown, "name": layer_name(name, "embedding")}
+            layer: Any = ShardedEmbedding(of_name, dimension, shards=min(shards, of_name), **own)
         else:
             layer = growing_table(spec, name, dimension, of_name, shards)
         found[name] = layer(ids)
@@ -96,10 +94,8 @@ def two_tower(  # noqa: PLR0913
     both = keras.layers.Concatenate(name="both")(list(found.values()))
     bias = keras.layers.Dense(1, name="bias")(both)
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
-    if spec.num_classes == 1:
-        return keras.Model(given, score, name="two_tower")
-    # Add a logit of 0 for the first class: softmax([0, x])[1] equals sigmoid(x).
-    logits = keras.ops.pad(score, [[0, 0], [1, 0]])
+    # For two classes, add a logit of 0 for the first: softmax([0, x])[1] equals sigmoid(x).
+    logits = score if spec.num_classes == 1 else keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
 
 

@@ -14,6 +14,7 @@ labels, each label has a weight.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -223,9 +224,8 @@ def takes_logits(loss: keras.losses.Loss) -> bool | None:
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
     if given is None and (function := getattr(loss, "fn", None)):
-        names = function.__code__.co_varnames[: function.__code__.co_argcount]
-        defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
-        given = defaults.get("from_logits")
+        parameter = inspect.signature(function).parameters.get("from_logits")
+        given = parameter and parameter.default
     return given if isinstance(given, bool) else None
 
 

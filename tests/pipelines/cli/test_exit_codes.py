@@ -13,10 +13,10 @@ import typer
 from docs.build.reference import flat
 from flotilla.pipelines.cli import app
 from flotilla.pipelines.predict import Prediction
-from flotilla.pipelines.replay.replay import ReplayResult
+from flotilla.pipelines.replay import ReplayResult
 from flotilla.pipelines.runs.control import Page
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.pipelines.runs.upload import Version
+from flotilla.pipelines.runs.submission import Version
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import Contents
 from flotilla.trainer.config.load import parse_config
@@ -108,7 +108,7 @@ ROWS = {
         returns=Prediction(model="m", output="out.csv", rows=1)),
     "sweep": Row(mistake="--set training.stepz=1,2",
         calls="flotilla.pipelines.sweeps.local.execute", returns=result_of("done", DONE),
-        also=(("flotilla.pipelines.sweeps.local.start", SWEEP),)),
+        also=(("flotilla.pipelines.sweeps.local.begin", SWEEP),)),
     "compile": Row(mistake="--image no:such:image", calls="flotilla.pipelines.compile.compile_all",
         returns={}),
     "configs": Row(mistake="digitz", calls="flotilla.pipelines.configs.list_examples"),
@@ -119,11 +119,11 @@ ROWS = {
     "upload": Row(
         words=ENDPOINT,
         mistake="",
-        calls="flotilla.pipelines.runs.upload.upload",
+        calls="flotilla.pipelines.runs.submission.upload",
         returns=SimpleNamespace(version=VERSION, created=True, page=""),
         also=(
             ("flotilla.pipelines.compile.load_package", SimpleNamespace(image="")),
-            ("flotilla.pipelines.runs.upload.find_default", VERSION),
+            ("flotilla.pipelines.runs.submission.find_default", VERSION),
         ),
     ),
     "submit": Row(words=ENDPOINT, mistake=f"{ENDPOINT} {TYPO}",
@@ -146,11 +146,11 @@ ROWS = {
     "replay": Row(
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",
-        calls="flotilla.pipelines.replay.replay.replay",
+        calls="flotilla.pipelines.replay.replay",
         returns=replay_of("done", DONE),
         also=(
             (
-                "flotilla.pipelines.replay.replay.find",
+                "flotilla.pipelines.replay.find",
                 SimpleNamespace(step="train_model", stages=(), run_id=RUNS[0]),
             ),
         ),

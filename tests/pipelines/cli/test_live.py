@@ -8,8 +8,7 @@ import pytest
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.cli import live
 from flotilla.pipelines.cli.live import Display, Steps, SweepDisplay
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Step
-from flotilla.pipelines.runs.kfp_run import RemoteRun
+from flotilla.pipelines.runs.kfp_run import Nodes, RemoteRun, Step
 from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,

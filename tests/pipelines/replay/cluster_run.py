@@ -15,7 +15,7 @@ from uuid import uuid4
 from flotilla.components import contract
 from flotilla.components.records.step_record import StepRecord, read_records
 from flotilla.components.table import find_step
-from flotilla.pipelines.replay.replay import OutputArtifact
+from flotilla.pipelines.replay import OutputArtifact
 from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.form import FIELDS

@@ -9,7 +9,7 @@ from unittest import mock
 
 from flotilla.components import contract, prepare_data
 from flotilla.components.records.step_record import StepRecord, read_records
-from flotilla.pipelines.replay.replay import OutputArtifact
+from flotilla.pipelines.replay import OutputArtifact
 from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.config.form import FIELDS

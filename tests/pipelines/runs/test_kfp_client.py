@@ -68,8 +68,8 @@ def test_every_command_reports_a_refusal_in_one_line(instance, remote, words):
     assert "answered 401" in answer.json["message"]
 
 
-@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
-def test_every_command_reports_a_login_page(instance, remote, words):
+@pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
+def test_a_login_page_is_reported(instance, remote, words):
     instance.faults.add(".", 200, body=b"<!doctype html><html>Sign in</html>")
     in_one_line(remote(*words), "text/html instead of JSON, perhaps a login page")
 
@@ -364,13 +364,6 @@ def test_a_secret_in_a_query_is_found(around, instance, tmp_path):
     assert [name for name, _ in found_in(written(instance, [], tmp_path / "here"))] == ["key"]
 
 
-def refusals_in_one_line(answer, *words):
-    assert answer.code == 1
-    assert answer.err.count("\n") == 1
-    for word in words:
-        assert word in answer.err
-
-
 def gone(monkeypatch, instance, method, things):
     """Remove objects when a method of the store is called, as another client might."""
     real = getattr(Store, method)
@@ -396,19 +389,19 @@ def test_an_experiment_that_another_client_creates_meanwhile(instance, remote, u
 def test_a_version_that_is_deleted_meanwhile(instance, remote, uploaded, monkeypatch):
     del uploaded
     gone(monkeypatch, instance, "create_run", "versions")
-    refusals_in_one_line(
+    in_one_line(
         remote("submit"), "answered 500", "not found", "check the name or id and --endpoint"
     )
 
 
 def test_a_pipeline_that_is_deleted_meanwhile(instance, remote, monkeypatch):
     gone(monkeypatch, instance, "upload_version", "pipelines")
-    refusals_in_one_line(remote("upload"), "answered 400", "Failed to create a pipeline version")
+    in_one_line(remote("upload"), "answered 400", "Failed to create a pipeline version")
 
 
 def test_plain_words_of_a_proxy_are_kept_and_a_web_page_is_not(instance, remote):
     instance.faults.add(".", 400, body=b"Pipeline.Name length cannot exceed 128", times=1)
-    refusals_in_one_line(remote("runs"), "(Pipeline.Name length cannot exceed 128)")
+    in_one_line(remote("runs"), "(Pipeline.Name length cannot exceed 128)")
     instance.faults.add(".", 400, body=b"<html>secret form</html>")
     assert "secret" not in remote("runs").err
 

@@ -8,7 +8,7 @@ from unittest.mock import create_autospec
 import pytest
 
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError
-from flotilla.pipelines.runs.kfp_nodes import Nodes, read_nodes
+from flotilla.pipelines.runs.kfp_run import Nodes, read_nodes
 from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
-from flotilla.pipelines.runs.kfp_nodes import Pod
 from flotilla.pipelines.runs.kfp_outcome import explain_message, explain_pod
+from flotilla.pipelines.runs.kfp_run import Pod
 from flotilla.trainer import storage
+from tests.kfp_instance.plays import begin, done, over, skip
 from tests.kfp_instance.workflow import IMAGE
 
 
@@ -16,27 +17,6 @@ def remote(remote, uploaded):  # noqa: ARG001
 INSIDE = "minio://mlpipeline/v2/artifacts"
 
 
-def begin(step):
-    def happen(workflow, run):
-        run["state"] = "RUNNING"
-        workflow.begin(step)
-
-    return happen
-
-
-def done(step, **metrics):
-    return [begin(step), lambda workflow, _run: workflow.end(step, metrics=metrics)]
-
-
-def over(state="SUCCEEDED"):
-    def happen(workflow, run):
-        run["state"] = state
-        if workflow.pods_go:
-            workflow.lose_pods()
-
-    return happen
-
-
 def failed(step, words="", message=""):
     def happen(workflow, _run):
         if words:
@@ -46,10 +26,6 @@ def failed(step, words="", message=""):
             workflow.stop(step, "FAILED", message)
 
     return [begin(step), happen, *done("finish"), over("FAILED")]
-
-
-def skip(workflow, _run):
-    workflow.skip()
 
 
 BLESSED = [
@@ -102,7 +78,7 @@ def terminated(workflow, run):
 CANCELLED = [begin("train_model"), terminated, over("FAILED")]
 
 
-@pytest.fixture(params=["api", "page", "api, a day later", "page, a day later"])
+@pytest.fixture(params=["api", "api, a day later", "page, a day later"])
 def waits(request, instance, remote):
     """Return a function that waits for a run, with or without pods, through the API or the UI."""
     address, _, later = request.param.partition(", ")

@@ -10,8 +10,7 @@ import pytest
 
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_client import READ_SECONDS
-from flotilla.pipelines.runs.kfp_nodes import Nodes, Step
-from flotilla.pipelines.runs.kfp_run import RemoteRun
+from flotilla.pipelines.runs.kfp_run import Nodes, RemoteRun, Step
 from tests.pipelines.called import FLOTILLA
 
 SECONDS = 120

@@ -208,7 +208,7 @@ class TestInterrupting:
             assert deaf.poll() is None
             os.kill(os.getpid(), signal.SIGTERM)
             assert deaf.wait() == -signal.SIGKILL
-        assert seen == [signal.SIGINT, signal.SIGTERM]
+        assert seen == [signal.SIGTERM, signal.SIGKILL]
 
     def test_nothing_came(self, deaf):
         with local._interrupts(deaf) as seen:

@@ -2,14 +2,18 @@
 
 import os
 import signal
+import sys
 
 import pytest
+from kfp.local import subprocess_task_handler
 
 from flotilla.components.records.record import STOPPING
+from flotilla.components.table import STEPS
 from flotilla.pipelines.runs import local_child
 from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import events
 from flotilla.trainer.cluster import fitting
+from flotilla.trainer.cluster.forks import fork_request, forked
 from flotilla.trainer.config.form import to_local_form
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import StepBegin, StepEnd
@@ -91,3 +95,81 @@ def test_a_mistake_that_a_training_task_found_before_is_said_once(folder, killed
         reduce_events(events.read(folder / local_child.EVENTS)), 1, interrupted=False
     )
     assert result.message == f"train_model: {said}"
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """Return the commands that KFP's runner starts; a fake function records them."""
+    found = []
+
+    def run(command, env_vars=None):
+        found.append((command, env_vars))
+        return 7
+
+    monkeypatch.setattr(subprocess_task_handler, "run_local_subprocess", run)
+    monkeypatch.delenv(forked.VARIABLE, raising=False)
+    monkeypatch.chdir(tmp_path)
+    return found
+
+
+def called(*command):
+    return subprocess_task_handler.run_local_subprocess(list(command), {"A": "b"})
+
+
+def test_where_no_process_is_to_be_forked_the_runner_is_left_as_it_is(
+    started, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(forked.VARIABLE, forked.NONE)
+    before = subprocess_task_handler.run_local_subprocess
+    with local_child.forking(tmp_path, "training") as fork_steps:
+        fork_steps()
+        assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_under_a_debugger_no_process_is_forked(started, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "gettrace", lambda: print)
+    before = subprocess_task_handler.run_local_subprocess
+    with local_child.forking(tmp_path, "training") as fork_steps:
+        fork_steps()
+        assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_where_a_container_refuses_descriptors_of_processes_no_process_is_forked(
+    started, monkeypatch, tmp_path
+):
+    def refuse(*_):
+        raise PermissionError
+
+    before = subprocess_task_handler.run_local_subprocess
+    for module, name in ((os, "pidfd_open"), (signal, "pidfd_send_signal")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, refuse)
+            with local_child.forking(tmp_path, "training") as fork_steps:
+                fork_steps()
+                assert subprocess_task_handler.run_local_subprocess is before
+    assert started == []
+
+
+def test_a_step_is_forked_and_other_commands_are_started(started, monkeypatch, tmp_path, capfd):
+    source = f"""
+import os, sys
+{STEPS[-1].name} = None
+print("step", os.environ["A"], flush=True)
+sys.exit(3)
+"""
+    shell = "python3 -m kfp.dsl.executor_main"
+    step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
+    # The server loads KFP first, which may take long.
+    monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
+    # `prepare` does not always need TensorFlow, so the server does not import it.
+    with local_child.forking(tmp_path, "prepare") as fork_steps:
+        fork_steps()
+        assert forked.VARIABLE not in os.environ
+        assert called("true") == 7
+        code = called(*step, STEPS[-1].name)
+        # If no server has loaded TensorFlow, steps that need it get a new process.
+        assert called(*step, "export_model") == 7
+    assert "step b" in capfd.readouterr().out
+    assert (code, len(started)) == (3, 2)

@@ -12,37 +12,11 @@ import yaml
 from flotilla.trainer import storage
 from flotilla.trainer.config.form import to_form
 from flotilla.trainer.config.schema import Config
+from tests.kfp_instance.plays import begin, done, over
 from tests.stores.fixtures import bucket_name
 from tests.trainer.code.referred import referred as noted_below
 
 pytestmark = pytest.mark.usefixtures("uploaded")
-
-
-def begin(step):
-    def happen(workflow, run):
-        run["state"] = "RUNNING"
-        workflow.begin(step)
-
-    return happen
-
-
-def end(step, state="SUCCEEDED", **record):
-    return lambda workflow, _run: workflow.end(step, state, **record)
-
-
-def done(step, **metrics):
-    return [begin(step), end(step, metrics=metrics)]
-
-
-def over(state="SUCCEEDED"):
-    def happen(_workflow, run):
-        run["state"] = state
-
-    return happen
-
-
-def skip(workflow, _run):
-    workflow.skip()
 
 
 def the_run(instance):
@@ -284,20 +258,19 @@ def test_without_a_root_it_is_below_the_pipeline_root(instance, remote, folder, 
     storage.verify(uri)
 
 
-def test_where_no_place_is_known_it_is_refused(instance, remote, folder):
-    answer = remote("submit", "--code", folder)
-    assert answer.code == 2
-    assert answer.err.count("\n") == 1
-    assert (
-        "set storage.root or --pipeline-root to a URI that this machine and the steps" in answer.err
-    )
-    assert not instance.store.runs
-
-
-def test_a_folder_of_this_machine_is_no_place_for_it(instance, remote, folder):
-    answer = remote("submit", "--code", folder, "--set", "storage.root=file:///r")
-    assert answer.code == 2
-    assert "file:///r is a folder on this machine" in answer.err
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        ("''", "set storage.root or --pipeline-root to a URI that this machine and the steps"),
+        ("file:///r", "file:///r is a folder on this machine"),
+    ],
+)
+def test_without_a_place_that_the_steps_can_read_it_is_refused(
+    instance, remote, folder, root, words
+):
+    answer = remote("submit", "--code", folder, "--set", f"storage.root={root}")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert words in answer.err
     assert not instance.store.runs
 
 

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shlex
+from pathlib import Path
 from urllib.parse import quote, unquote_plus
 
 import pytest
@@ -14,9 +15,8 @@ from flotilla.components import contract
 from flotilla.components.image import IMAGE
 from flotilla.pipelines.compile import own_package, read_mark
 from flotilla.pipelines.runs.kfp_access import Access
-from flotilla.pipelines.runs.kfp_client import connect
-from flotilla.pipelines.runs.submission import experiment_id
-from flotilla.pipelines.runs.upload import containing, equals, find_or_upload, find_pipeline_id
+from flotilla.pipelines.runs.kfp_client import connect, containing, equals
+from flotilla.pipelines.runs.submission import experiment_id, find_or_upload, find_pipeline_id
 from flotilla.trainer.promotion import lineage
 from tests.kfp_instance.server import Instance
 
@@ -255,20 +255,18 @@ def test_what_is_no_pipeline(remote, tmp_path, content):
     assert "does not contain a compiled pipeline" in found.err
 
 
-def test_an_image_for_what_is_compiled(remote, tmp_path):
-    (tmp_path / "p.yaml").write_text(OTHER)
-    answer = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
-    assert (answer.code, "omit the option" in answer.err) == (2, True)
-
-
-def test_no_image(remote):
-    answer = remote("upload", "--image", "A B")
-    assert (answer.code, "is not the name of an image" in answer.err) == (2, True)
-
-
-def test_a_blank_name(instance, remote):
-    answer = remote("upload", "--name", "  ")
-    assert (answer.code, "--name is blank" in answer.err) == (2, True)
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("p.yaml", "--image", "a:b"), "omit the option"),
+        (("--image", "A B"), "is not the name of an image"),
+        (("--name", "  "), "--name is blank"),
+    ],
+)
+def test_an_invalid_option_is_refused_without_a_request(instance, remote, words, message):
+    Path("p.yaml").write_text(OTHER)
+    answer = remote("upload", *words)
+    assert (answer.code, message in answer.err) == (2, True)
     assert not instance.requests
 
 

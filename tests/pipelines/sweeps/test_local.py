@@ -70,12 +70,12 @@ def machine(monkeypatch):
 
 def swept(workdir, *, parallel=1, **named):
     options = SweepOptions(config=Config(), **{"settings": NINE, **named})
-    begun = local.start(options, workdir)
+    begun = local.begin(options, workdir, None)
     return executed(begun, parallel)
 
 
 def resumed(sweep_id, workdir):
-    return executed(local.resume_sweep(sweep_id, workdir), 1)
+    return executed(local.begin(SweepOptions(), workdir, sweep_id), 1)
 
 
 def executed(begun, parallel):
@@ -239,7 +239,7 @@ def test_a_promotion_that_was_interrupted_is_all_that_is_done_again(machine, tmp
 
 
 def test_what_a_killed_process_leaves_in_the_journal_is_repaired(machine, tmp_path):
-    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
     begun.close()
     journal = begun.folder / study.FILE
     with journal.open("a") as file:
@@ -263,7 +263,7 @@ def test_a_sweep_that_cannot_be_read_is_refused(tmp_path, name, text, message):
     (tmp_path / "s").mkdir()
     (tmp_path / "s" / name).write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
-        local.resume_sweep("s", tmp_path)
+        local.begin(SweepOptions(), tmp_path, "s")
 
 
 def changed(path, name, change):
@@ -292,25 +292,25 @@ def changed(path, name, change):
     ],
 )
 def test_a_journal_with_odd_records_is_refused_in_one_line(tmp_path, name, change):
-    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
     begun.end("failed", "", {})
     begun.close()
     changed(begun.folder / study.FILE, name, change)
     with pytest.raises(UserError, match="is damaged"):
-        local.resume_sweep(begun.folder.name, tmp_path).sweep  # noqa: B018
+        local.begin(SweepOptions(), tmp_path, begun.folder.name).sweep  # noqa: B018
 
 
 def test_the_record_of_another_trial_is_not_used(tmp_path):
-    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
     begun.close()
     changed(begun.folder / study.FILE, "trial", lambda trial: {**trial, "number": 10**6})
-    again = local.resume_sweep(begun.folder.name, tmp_path)
+    again = local.begin(SweepOptions(), tmp_path, begun.folder.name)
     assert again.begin().number == 1
     again.close()
 
 
 def test_a_journal_that_cannot_be_written_is_said(tmp_path):
-    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
     shutil.rmtree(begun.folder)
     with pytest.raises(UserError, match="cannot write"):
         begun.end("failed", "", {})
@@ -318,9 +318,9 @@ def test_a_journal_that_cannot_be_written_is_said(tmp_path):
 
 
 def test_two_at_once_in_one_place_are_refused(tmp_path):
-    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
     with pytest.raises(ConfigError, match="is still running"):
-        local.resume_sweep(begun.sweep.sweep_id, tmp_path)
+        local.begin(SweepOptions(), tmp_path, begun.sweep.sweep_id)
     begun.close()
 
 
@@ -329,15 +329,15 @@ def test_a_sweep_that_is_not_there_is_named_with_one_that_is(machine, tmp_path):
     sweep_id = swept(tmp_path).sweep.sweep_id
     assert machine.begun
     with pytest.raises(ConfigError, match=f"did you mean '{sweep_id}'"):
-        local.resume_sweep(f"{sweep_id[:-1]}x", tmp_path)
+        local.begin(SweepOptions(), tmp_path, f"{sweep_id[:-1]}x")
     with pytest.raises(ConfigError, match=r"no sweep '\.\./x'"):
-        local.resume_sweep("../x", tmp_path)
+        local.begin(SweepOptions(), tmp_path, "../x")
 
 
 def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="choose another --workdir"):
-        local.start(SweepOptions(config=Config(), settings=NINE), tmp_path / "file")
+        local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path / "file", None)
 
 
 @pytest.mark.long

@@ -212,7 +212,7 @@ class _GroupTally(Tally):
     def __init__(self, labels: tuple[str, ...], size: int) -> None:
         self._labels, self._groups, self._loss = labels, Groups(size), Moments()
 
-    def _add(self, rows: Doubles, losses: Floats, weights: Floats) -> None:
+    def _add(self, rows: Any, losses: Floats, weights: Floats) -> None:
         self._groups.add(rows * weights[:, np.newaxis])
         self._loss.add(losses[np.newaxis], weights)
 

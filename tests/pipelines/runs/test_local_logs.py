@@ -3,8 +3,7 @@ import json
 import pytest
 
 from flotilla.pipelines.runs import local_status
-from flotilla.pipelines.runs.run_log import local
-from flotilla.pipelines.runs.run_log.view import LogView
+from flotilla.pipelines.runs.log_view import LogView
 from flotilla.trainer.events import (
     AttemptBegin,
     RunBegin,
@@ -46,7 +45,7 @@ def folder(tmp_path):
 
 def followed(folder, task="", **options):
     lines = []
-    local.follow_logs(folder, LogView(task=task), on_line=lines.append, **options)
+    local_status.follow_logs(folder, LogView(task=task), on_line=lines.append, **options)
     return [(each.label, each.text) for each in lines]
 
 
@@ -96,7 +95,7 @@ def test_a_failure_names_the_step_the_log_and_the_line_of_the_user(
 ):
     monkeypatch.chdir(tmp_path)
     trace = TRACE.format(file=tmp_path / "net.py")
-    assert local.find_failure(folder) is None
+    assert local_status.find_failure(folder) is None
     of_training = step == "train_model"
     write_events(
         folder,
@@ -105,9 +104,9 @@ def test_a_failure_names_the_step_the_log_and_the_line_of_the_user(
         StepEnd(step=step, status="failed", traceback="" if of_training else trace),
         StepEnd(step="finish", status="failed"),
     )
-    found = local.find_failure(folder)
+    found = local_status.find_failure(folder)
     assert found.step == ("train_model" if of_training else "evaluate_model")
     assert str(found.log) == ("log of it" if of_training else str(folder / "pipeline.log"))
     assert found.frame == "net.py:2 in build: return 1 / 0"
     write_events(folder, RunBegin(run_id="r", number=2))
-    assert local.find_failure(folder) is None
+    assert local_status.find_failure(folder) is None

@@ -2,7 +2,7 @@
 
 Inputs are read in place, and outputs are written to a root below `<workdir>/replays/`.
 The stores of the run, the registry and the trackers are not changed. The process is `python -m
-flotilla.pipelines.replay.replay FOLDER`.
+flotilla.pipelines.replay FOLDER`.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def _run(
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
     try:
         child = subprocess.Popen(
-            [sys.executable, "-m", "flotilla.pipelines.replay.replay", str(folder)],
+            [sys.executable, "-m", "flotilla.pipelines.replay", str(folder)],
             env=_environment(recorded, folder, debug=debug),
             stdin=None if debug else subprocess.DEVNULL,
             # Use standard error, because standard output is reserved for the result of the command.
@@ -518,7 +518,8 @@ def _find(
     if root:
         if not storage.names(storage.join(root, run, "steps")):
             raise UserError(f"no run {run!r} below {root}{_nearest_run(root, run)}")
-        return _find_published(storage.join(root, run), run, name)
+        at = storage.join(root, run)
+        return _make_step(at, run, name, read_records(at))
     from flotilla.pipelines.runs.kfp_client import connect
     from flotilla.pipelines.runs.kfp_run import find_run
 
@@ -533,7 +534,7 @@ def _find(
             f"{error}; if the store has another address on this machine, add --set "
             "storage.root=URI, such as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
         ) from None
-    return _find_published(found.at, found.run_id, name)
+    return _make_step(found.at, found.run_id, name, read_records(found.at))
 
 
 def _nearest_run(root: str, run: str) -> str:
@@ -551,10 +552,6 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     pinned = folder / PINNED
     # Read from the storage root of the run, which may not be the workdir.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
-
-
-def _find_published(at: str, run: str, step: str) -> RecordedStep:
-    return _make_step(at, run, step, read_records(at))
 
 
 def _make_step(at: str, run: str, step: str, records: Sequence[StepRecord]) -> RecordedStep:

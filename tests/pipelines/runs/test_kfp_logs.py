@@ -2,9 +2,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_client import InstanceError
-from flotilla.pipelines.runs.run_log import kfp
-from flotilla.pipelines.runs.run_log.view import LogView
+from flotilla.pipelines.runs.log_view import LogView
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 POD = """\
@@ -31,7 +31,7 @@ def logs(monkeypatch):
             raise InstanceError(f"{pod} not found", 404)
         return served[pod]
 
-    monkeypatch.setattr(kfp, "read_log", log_of)
+    monkeypatch.setattr(kfp_watch, "read_log", log_of)
     return served
 
 
@@ -42,7 +42,7 @@ def followed(*steps, has_ended=True, only="", task=""):
     )
     client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
     view = LogView(task=task)
-    kfp.follow_logs(client, run, only, view, on_line=lines.append, on_note=notes.append)
+    kfp_watch.follow_logs(client, run, only, view, on_line=lines.append, on_note=notes.append)
     return [(each.label, each.text) for each in lines], notes
 
 
@@ -85,7 +85,7 @@ def look(logs):  # noqa: ARG001
     lines = []
     client = SimpleNamespace(access=SimpleNamespace(endpoint="http://kfp", namespace=""))
     view = LogView(verbose=True)
-    follower = kfp.LogFollower(client, "", view, lambda line: lines.append(line.text), print)
+    follower = kfp_watch.LogFollower(client, "", view, lambda line: lines.append(line.text))
 
     def look(pod):
         lines.clear()

@@ -1,1 +1,0 @@
-"""The readable logs of local runs and of runs on a KFP instance."""
