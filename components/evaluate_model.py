@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +69,8 @@ def evaluate(step: Step) -> str:
         settings = load_bundle(step.config)
         found = opponent(step.root, settings.name, step.checkpoint)
         champion = found.uri if found else ""
-        inputs = Inputs(dataset=step.dataset, checkpoint=step.checkpoint, champion=champion)
-        result = evaluate_checkpoint(settings, step.root, step.run_id, inputs, scratch)
+        inputs = (step.dataset, step.checkpoint, champion)
+        result = evaluate_checkpoint(settings, step.root, step.run_id, *inputs, scratch)
         measured = storage.read_json(result.uri, "metrics.json")
         metrics = {**result.metrics, **_baseline_metrics(measured)}
         step.output.done(result.uri, metrics, MainMetric.of(measured))
@@ -111,23 +110,22 @@ def _baseline_metrics(measured: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """URIs of the dataset, the checkpoint to evaluate and the champion (empty if there is none)."""
-
-    dataset: str
-    checkpoint: str
-    champion: str
-
-
 def evaluate_checkpoint(
-    config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path
+    config: Config,
+    root: str,
+    run_id: str,
+    dataset: str,
+    checkpoint: str,
+    champion: str,
+    scratch: Path,
 ) -> Any:
-    """Evaluate a checkpoint and the champion, if there is one, and return the `Evaluation`."""
+    """Evaluate a checkpoint and the champion, and return the `Evaluation`.
+
+    `champion` is empty if there is none.
+    """
     from flotilla.trainer.evaluation import evaluate
 
-    checkpoint, champion = inputs.checkpoint, inputs.champion
     created = storage.read_manifest(checkpoint).created
-    origin = (inputs.dataset, created, *evaluate.describe_request(config, champion).values())
+    origin = (dataset, created, *evaluate.describe_request(config, champion).values())
     output = choose_output(root, run_id, "evaluation", checkpoint, *origin)
-    return evaluate.evaluate(config, inputs.dataset, checkpoint, output, scratch, champion)
+    return evaluate.evaluate(config, dataset, checkpoint, output, scratch, champion)

@@ -100,14 +100,12 @@ def _compare(
     config: Config, root: str, run_id: str, model: str, scratch: Path, champion: registry.Version
 ) -> gate.Decision:
     made_from = storage.read_manifest(model).fields["made_from"]
-    inputs = evaluate_model.Inputs(
-        dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
-    )
+    inputs = (made_from["dataset"], made_from["checkpoint"], champion.uri)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
         # Skip the baselines, because the run's own evaluation has already measured them.
         alone = config.evaluation.model_copy(update={"baseline": "none"})
         settings = config.model_copy(update={"evaluation": alone})
-        measured = evaluate_model.evaluate_checkpoint(settings, root, run_id, inputs, Path(folder))
+        measured = evaluate_model.evaluate_checkpoint(settings, root, run_id, *inputs, Path(folder))
     return evaluate_model.decide(config, root, run_id, measured.uri)
 
 

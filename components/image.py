@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.components.kfp_internals import make_component
 from flotilla.trainer.storage.uri import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
@@ -14,7 +13,12 @@ IMAGE = "flotilla-python:0.1.0"
 
 def component(function: Callable[..., Any]) -> Any:
     """Make a KFP component from a function. Inside a running step, return the function itself."""
-    return make_component(function, IMAGE)
+    from kfp import dsl
+
+    # Inside a running step, KFP does not load its compiler, so `dsl.component` does not exist.
+    if not hasattr(dsl, "component"):
+        return function
+    return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
 #: Keys of the store's secret. Each key becomes an environment variable of the same name.

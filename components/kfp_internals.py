@@ -22,16 +22,6 @@ _SHELL, _SOURCE, _ARGUMENTS = 2, 3, 4
 RunCommand = Callable[[list[str], Mapping[str, str]], int | None]
 
 
-def make_component(function: Callable[..., Any], image: str) -> Any:
-    """Make a KFP component from a function. Inside a running step, return the function itself."""
-    from kfp import dsl
-
-    # Inside a running step, KFP does not load its compiler, so `dsl.component` does not exist.
-    if not hasattr(dsl, "component"):
-        return function
-    return dsl.component(function, base_image=image, install_kfp_package=False)
-
-
 def add_arguments(component: Any, arguments: Sequence[str]) -> None:
     """Add arguments to the command of a component. Do nothing inside a running step."""
     if hasattr(component, "component_spec"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +25,23 @@ if TYPE_CHECKING:
     from flotilla.components.kubernetes.engine import Engine
     from flotilla.components.kubernetes.names import Tree
 
+log = logging.getLogger(__name__)
 # This variable is set if a step runs in a debugger. Training then runs in the step's process.
 DEBUGGER = "FLOTILLA_DEBUGGER"
 # The Kubernetes engines, in the order in which `auto` prefers them.
 ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
+# How long requests to an unreachable API are retried, in seconds.
+RETRY_SECONDS = 60.0
 
 
 def engine(name: str) -> Engine:
     """Return the engine with this name."""
     # Importing the Kubernetes client takes half a second, and a local run does not need it.
     if name == "jobset":
-        from flotilla.components.jobset.engine import JobSets
+        from flotilla.components.kubernetes.jobset import JobSets
 
         return JobSets()
-    from flotilla.components.tfjob.engine import TFJobs
+    from flotilla.components.kubernetes.tfjob import TFJobs
 
     return TFJobs()
 
@@ -71,15 +77,65 @@ def require_shared(config: Config, root: str) -> None:
         )
 
 
-def choose(job: Job) -> Launcher:
-    """Return the launcher of a job, resolving `auto`. Raises `UserError`."""
-    launcher = job.config.cluster.launcher
-    if launcher != "auto":
-        return launcher
-    from flotilla.components.kubernetes import choice
+def is_on_a_cluster() -> bool:
+    """Return whether this process runs in a pod, or KUBECONFIG is set."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get("KUBECONFIG"))
 
-    namespace = job.config.cluster.kubernetes.namespace
-    return choice.launcher([engine(name) for name in ENGINES], namespace, job.run_id)
+
+def choose(job: Job) -> Launcher:
+    """Return the launcher of a job.
+
+    For `auto`, this is an engine that the cluster serves, or `local` outside a cluster. Raises
+    `UserError`.
+    """
+    cluster = job.config.cluster
+    if cluster.launcher != "auto":
+        return cluster.launcher
+    if not is_on_a_cluster():
+        log.info(
+            "cluster.launcher: 'auto' selects 'local', because this process is not in a pod and "
+            "KUBECONFIG is not set"
+        )
+        return "local"
+    served = _list_served(cluster.kubernetes.namespace, job.run_id)
+    for each, jobs in served.items():
+        if jobs:
+            log.info(
+                "cluster.launcher: 'auto' selects '%s', because a job of this run exists", each.name
+            )
+            return each.name
+    for each in served:
+        log.info(
+            "cluster.launcher: 'auto' selects '%s', because the cluster serves %ss",
+            each.name, each.kind.kind,
+        )  # fmt: skip
+        return each.name
+    kinds = " nor ".join(f"{engine(name).kind.kind}s" for name in ENGINES)
+    raise UserError(
+        f"cluster.launcher: 'auto' needs an engine, but this cluster serves neither {kinds}; "
+        "`flotilla doctor --kubernetes` shows how to install one"
+    )
+
+
+def _list_served(namespace: str, run_id: str) -> dict[Engine, list[Tree]]:
+    """Return the engines that the cluster serves, each with its jobs of the run."""
+    from flotilla.components.kubernetes import client, names
+
+    api = client.Api(client.connect(), namespace)
+    label = f"{names.RUN}={names.label_value(run_id)}"
+    served: dict[Engine, list[Tree]] = {}
+    for each in map(engine, ENGINES):
+        resource = each.kind.resource
+        request = partial(api.list_labelled, resource, label)
+        try:
+            served[each] = client.call_with_retry(request, RETRY_SECONDS, time.sleep)
+        except client.RefusedError as error:
+            if not (error.is_unserved or error.is_forbidden):
+                raise UserError(client.describe_refusal(error, each.kind)) from None
+            # The launcher reports missing permissions later.
+            if error.is_forbidden and api.serves(resource):
+                served[each] = []
+    return served
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
@@ -122,13 +178,8 @@ def end(settings: Mapping[str, Any], run_id: str) -> None:
         # The first step refused these settings, so the run launched no job.
         return
     launcher = config.cluster.launcher
-    if launcher == "local":
+    if launcher == "local" or (launcher == "auto" and not is_on_a_cluster()):
         return
-    if launcher == "auto":
-        from flotilla.components.kubernetes import choice
-
-        if not choice.is_on_a_cluster():
-            return
     from flotilla.components.kubernetes.launcher import delete_jobs
 
     failed: list[UserError] = []

@@ -71,13 +71,6 @@ class StepSpec:
     loads: str = ""
     is_exit_step: bool = False
 
-    def __post_init__(self) -> None:
-        """Raise a `ValueError` for an invalid deadline or number of retries."""
-        if self.deadline_seconds < 1:
-            raise ValueError(f"{self.name}: deadline_seconds {self.deadline_seconds} is below 1")
-        if self.retries < 0:
-            raise ValueError(f"{self.name}: retries {self.retries} is below 0")
-
     @property
     def kfp_name(self) -> str:
         """The name that KFP gives the component and its task."""

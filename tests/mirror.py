@@ -32,11 +32,10 @@ ELSEWHERE = {
     ".github": ("tests/test_forge.py",),
     "mkdocs.yml": ("tests/docs/test_site.py",),
     "components/kubernetes": ("tests/components/kubernetes",),
-    "components/tfjob": ("tests/components/tfjob",),
     "configs": ("tests/pipelines/test_configs.py", "tests/docs"),
     "deploy": (
         "tests/test_deploy.py",
-        "tests/components/kubernetes/api/test_client_permissions.py",
+        "tests/components/kubernetes/test_client_permissions.py",
     ),
     "examples": ("tests/examples",),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),

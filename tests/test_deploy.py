@@ -13,7 +13,7 @@ import yaml
 from kubernetes import client
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.rbac import BASE, FILE
+from flotilla.components.kubernetes.requirements import BASE, FILE
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 

@@ -1,20 +1,40 @@
-"""The deadlines of a job: for its acceptance, scheduling, start, progress and end."""
+"""The deadlines of a job (for its acceptance, scheduling, start, progress and end) and its events.
+
+Unlike the conditions of the job, events tell why a pod cannot be created. The permission to list
+events is optional.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
+import re
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from http import HTTPStatus
 
-from flotilla.components.kubernetes.api.retry import silent_controller
+from flotilla.components.kubernetes.client import (
+    Api,
+    RefusedError,
+    UnreachableError,
+    silent_controller,
+)
 from flotilla.components.kubernetes.engine import Engine
-from flotilla.components.kubernetes.names import Tree
+from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
+REPORTED = 3
+# Seconds between two reads of a job's events while pods are missing.
+LOOK_SECONDS = 5.0
+# Event reasons of the training operator and the Job controller if a pod cannot be created.
+_REFUSALS = ("FailedCreatePod", "FailedCreate")
+# Messages of permanent refusals by the API server's admission control. Every retry fails too.
+_FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
+# Messages about transient causes: other jobs use the quota, or a pod of this name still exists.
+_TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
 _ADMISSION = "Kueue suspends the job until its queue has capacity; see: kubectl get workloads"
 # Maximum number of tasks that a message names.
 _NAMED = 5
@@ -42,38 +62,24 @@ class Deadlines:
         expected: Mapping[str, int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Start in the stage `queueing`.
-
-        Args:
-            engine: the engine of the job.
-            config: the seconds of each deadline, 0 for none.
-            expected: the number of tasks of each role.
-            clock: returns the time in seconds.
-        """
-        self._engine = engine
-        self._config = config
-        self._expected = expected
+        """Store the engine, the deadlines (0 for none) and the number of tasks of each role."""
+        self._engine, self._config, self._expected, self._clock = engine, config, expected, clock
         self.expected_pods = sum(expected.values())
-        self._clock = clock
-        self._stage = pod_state.QUEUEING
-        self._entered_at = self._progressed_at = clock()
-        # The guard's report about names that do not resolve; empty if all resolve.
-        self.unresolved = ""
-        self._uid = ""
-        self._made_at = clock()
+        self._uid, self._made_at = "", clock()
         self.is_taken_up = self._is_suspended = self._is_put_back = False
-        # The time at which each pod first failed to start, by pod uid.
-        self._failing_since: dict[str, float] = {}
         # Total running time of earlier jobs of this run, in seconds.
         self._ran = 0.0
+        self._stage, self._entered_at, self._progressed_at = "", clock(), clock()
+        self.begin_again()
 
     def begin_again(self) -> None:
-        """Return to the stage `queueing`, because the job is recreated to resume training."""
-        if self._stage == pod_state.RUNNING:
+        """Enter the stage `queueing` of a new job."""
+        if self.has_run:
             self._ran += self._clock() - self._entered_at
-        self._stage = pod_state.QUEUEING
-        self._entered_at = self._progressed_at = self._clock()
-        self._failing_since = {}
+        self._enter(pod_state.QUEUEING)
+        # The time at which each pod first failed to start, by pod uid.
+        self._failing_since: dict[str, float] = {}
+        # The guard's report about names that do not resolve; empty if all resolve.
         self.unresolved = ""
 
     @property
@@ -92,7 +98,7 @@ class Deadlines:
         if uid != self._uid:
             self._uid, self._made_at, self.is_taken_up = uid, self._clock(), False
         if self._engine.is_taken_up(job):
-            self.take_up()
+            self.is_taken_up = True
         suspended = self._engine.is_suspended(job)
         if suspended and not self._is_suspended:
             self._is_put_back = self.has_run
@@ -111,15 +117,11 @@ class Deadlines:
             self._entered_at = self._progressed_at = self._clock()
         self._is_suspended = suspended
 
-    def take_up(self) -> None:
-        """Record that the controller has reacted to the job."""
-        self.is_taken_up = True
-
     def observe(self, every: Collection[Tree]) -> None:
         """Update the stage from the current pods."""
         pods = self._newest_pods(every)
         if pods:
-            self.take_up()
+            self.is_taken_up = True
         now = self._clock()
         failing = [each["metadata"]["uid"] for each in pods if pod_state.start_failure(each)]
         self._failing_since = {uid: self._failing_since.get(uid, now) for uid in failing}
@@ -183,8 +185,7 @@ class Deadlines:
             _start_of_role(role, count, [p for p in pods if pod_state.find_task(p).role == role])
             for role, count in self._expected.items()
         )
-        words = "; ".join(filter(None, of_roles))
-        if words:
+        if words := "; ".join(filter(None, of_roles)):
             return running, words
         words = "all tasks are running, but training has not completed a step yet"
         return running, f"{words}; {self.unresolved}" if self.unresolved else words
@@ -250,3 +251,76 @@ def _sentence(pods: Collection[Tree], what: str) -> str:
     tasks = f"{', '.join(names[:_NAMED])}{more}"
     reason = next(filter(None, map(pod_state.waiting_reason, pods)), "")
     return ": ".join(filter(None, [f"{tasks} {what}", " ".join(reason.split())]))
+
+
+def last_events(api: Api, *uids: str) -> str:
+    """Return a suffix for an error message with the last events of objects, or an empty string.
+
+    If the permission to list events is missing, the result states this. If the events cannot be
+    read for another reason, the result is empty.
+    """
+    try:
+        found = sorted((each for uid in uids for each in _events(api, uid)), key=_read_time)
+    except UnreachableError:
+        return ""
+    except RefusedError as error:
+        if error.code == HTTPStatus.FORBIDDEN:
+            return "; the launcher lacks permission to list events"
+        return ""
+    lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED:])
+    text = " ".join(" | ".join(lines).split())
+    return f"; last events: {text}" if text else ""
+
+
+def _events(api: Api, uid: str) -> list[Tree]:
+    found, _ = api.list_objects(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
+    return sorted(found, key=_read_time)
+
+
+def _read_time(event: Tree) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime"))
+
+
+def is_final(refusal: str) -> bool:
+    """Return whether the refusal of a pod with this message is permanent."""
+    return bool(_FINAL.search(refusal)) and not _TEMPORARY.search(refusal)
+
+
+class PodRefusals:
+    """Finds out why pods of a job are missing."""
+
+    def __init__(
+        self, api: Api, kind: JobKind, reporters: Callable[[], Sequence[str]], deadlines: Deadlines
+    ) -> None:
+        """Store the arguments. Events are read for the uids that `reporters` returns."""
+        self._api, self._kind, self._reporters = api, kind, reporters
+        self._deadlines = deadlines
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        self._logged: set[str] = set()
+        self.newest = ""
+
+    def final(self) -> str:
+        """Return why a job that has not run can never get its pods, or an empty string."""
+        if time.monotonic() < self._look_at:
+            return ""
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        try:
+            found = [each for uid in self._reporters() for each in _events(self._api, uid)]
+        except (RefusedError, UnreachableError) as error:
+            log.debug("the events of the job cannot be read: %s", error)
+            return ""
+        if found:
+            self._deadlines.is_taken_up = True
+        messages = [str(each.get("message")) for each in found if each.get("reason") in _REFUSALS]
+        if not messages:
+            self.newest = ""
+            return ""
+        newest = self.newest = " ".join(messages[-1].split())
+        if is_final(newest) and not self._deadlines.has_run:
+            return newest
+        # Ignore names and numbers, which differ between attempts.
+        key = re.sub(r'"[^"]*"|\d+', "", newest)
+        if key not in self._logged:
+            self._logged.add(key)
+            log.warning("the %s cannot create all pods yet: %s", self._kind.controller, newest)
+        return ""

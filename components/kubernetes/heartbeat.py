@@ -13,14 +13,15 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.api.retry import (
+from flotilla.components.kubernetes.client import (
+    Api,
+    RefusedError,
+    UnreachableError,
     call_with_retry,
     describe_foreign_deletion,
     describe_refusal,
 )
 from flotilla.components.kubernetes.names import LEASES, JobKind, Tree
-from flotilla.components.kubernetes.owned_objects import own_labels
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
@@ -55,9 +56,7 @@ class Heartbeat:
         After `limit` seconds without renewal, the guard ends the job. `on_refused` is called if the
         API refuses heartbeats for half of that time, or if another launcher has the lease.
         """
-        self._api = api
-        self._kind = kind
-        self._limit = limit
+        self._api, self._kind, self._limit = api, kind, limit
         interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._loop = Loop(self._beat, interval, name="heartbeat", failing="cannot send a heartbeat")
         # After this many consecutive refusals, the launcher gives up and reports the refusal.
@@ -164,7 +163,7 @@ class Heartbeat:
         }
         metadata = {
             "name": job["name"],
-            "labels": own_labels(self._job),
+            "labels": names.own_labels(self._job),
             "ownerReferences": [self._kind.owner(self._job)],
         }
         tree = {"apiVersion": LEASES.api_version, "kind": "Lease"}
@@ -182,9 +181,8 @@ class Heartbeat:
             )
         spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
         # Remove a stop request that was meant for an earlier job of this name.
-        stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
-        if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
-            stop = {}
+        requested = (found["metadata"].get("annotations") or {}).get(names.STOP, job["uid"])
+        stop = {names.STOP: None} if requested != job["uid"] else {}
         if found["metadata"].get("ownerReferences") == metadata["ownerReferences"]:
             # Leave out unchanged owners, because in some clusters (OpenShift, with the admission
             # plugin `OwnerReferencesPermissionEnforcement`), only users who may delete an object

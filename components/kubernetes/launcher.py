@@ -2,7 +2,7 @@
 
 A job must not outlive its launcher, however the launcher ends:
 
-- The signal handler requests a stop (`stop.Stop`), or deletes the job if no guard would respond.
+- The signal handler requests a stop (`Stop`), or deletes the job if no guard would respond.
 - `launch` deletes the job whenever it returns or raises.
 - The exit step ends all jobs with the run's label.
 - The guard of the leading task ends the job on request, and when the lease expires.
@@ -32,21 +32,25 @@ from functools import partial
 from http import HTTPStatus
 
 from flotilla.components.image import DEFAULTS, PodDefaults
-from flotilla.components.kubernetes import names, owned_objects, stop
-from flotilla.components.kubernetes.adoption import Adoption
-from flotilla.components.kubernetes.api import rbac
-from flotilla.components.kubernetes.api.client import (
+from flotilla.components.kubernetes import names, requirements
+from flotilla.components.kubernetes.adoption import (
+    Adoption,
+    isolate,
+    network_policy,
+    step_pod,
+)
+from flotilla.components.kubernetes.client import (
     Api,
     Connection,
     RefusedError,
     UnreachableError,
     Watch,
+    call_with_retry,
     connect,
+    describe_refusal,
 )
-from flotilla.components.kubernetes.api.native_sidecars import require_sidecars
-from flotilla.components.kubernetes.api.retry import call_with_retry, describe_refusal
 from flotilla.components.kubernetes.deadlines import Deadlines
-from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.engine import Engine, Stop, is_stop_requested
 from flotilla.components.kubernetes.heartbeat import Heartbeat
 from flotilla.components.kubernetes.logs import EventRelay, Logs
 from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
@@ -59,6 +63,7 @@ from flotilla.components.kubernetes.pods.template import (
     leading,
     replicas,
 )
+from flotilla.components.kubernetes.requirements import require_sidecars
 from flotilla.components.kubernetes.restarts import Restarts
 from flotilla.components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
 from flotilla.trainer import events
@@ -150,7 +155,7 @@ def _stop(engine: Engine, api: Api, job: Tree) -> None:
     """Ask the leading task, if it runs, to end with a last checkpoint, and wait for its end."""
     ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
-        if stop.is_requested(api, job):
+        if is_stop_requested(api, job):
             ending.wait(api, time.sleep)
         elif ending.leader_runs(api):
             ending.request(api)
@@ -183,7 +188,7 @@ class _Launch:
         self._uid = ""
         self._is_interrupted = self._is_stopping = False
         self._is_interrupted_again = threading.Event()
-        self._stop: stop.Stop | None = None
+        self._stop: Stop | None = None
         self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
         # The leading task's last message, reported if an interrupt arrives between two jobs.
@@ -200,7 +205,7 @@ class _Launch:
     def run(self) -> None:
         with handle_interrupts(self._handle_interrupt):
             try:
-                rbac.require(self._api, self._namespace, self._kind)
+                requirements.require_permissions(self._api, self._namespace, self._kind)
                 require_sidecars(self._api, self._job.config)
                 self._isolate()
                 while self._supervise(self._adopt_or_create()):
@@ -220,7 +225,7 @@ class _Launch:
         self._uid = ""
         self._stop = None
         self._heartbeat = self._new_heartbeat()
-        owner = owned_objects.step_pod() if self._is_own_namespace else None
+        owner = step_pod() if self._is_own_namespace else None
         own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
         adoption = Adoption(self._engine, self._api, limits, self._wait)
@@ -236,20 +241,20 @@ class _Launch:
 
     def _isolate(self) -> None:
         """Prepare the pods for a network policy of the job, if the launcher may create one."""
-        if rbac.may_isolate(self._api, self._namespace):
+        if requirements.may_isolate(self._api, self._namespace):
             self._manifest = copy.deepcopy(self._manifest)
-            owned_objects.isolate(self._engine.templates(self._manifest))
+            isolate(self._engine.templates(self._manifest).values())
             return
         log.warning(
             "the launcher has no permission to %s in the namespace %s, so other Flotilla jobs "
             "there can reach the tasks of this job; the roles in deploy/ grant the permission",
-            rbac.ISOLATION, self._namespace,
+            requirements.ISOLATION, self._namespace,
         )  # fmt: skip
 
     def _make_policy(self, job: Tree) -> None:
         """Create the network policy of an isolated job. Raises `UserError` if it is refused."""
-        templates = self._engine.templates(job)
-        policy = owned_objects.network_policy(self._kind, job, templates)
+        templates = self._engine.templates(job).values()
+        policy = network_policy(self._kind, job, templates)
         if policy is None:
             return
         try:

@@ -14,9 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.client import Api, RefusedError, UnreachableError
 from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
@@ -92,12 +92,9 @@ class LogFollower(threading.Thread):
         """Store the arguments. `start` starts reading."""
         self.task = pod_state.find_task(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
-        self._api = api
-        self._pod = pod["metadata"]["name"]
-        self._uid = pod["metadata"]["uid"]
-        self._container = container
+        self._api, self._container, self._sink = api, container, sink
+        self._pod, self._uid = pod["metadata"]["name"], pod["metadata"]["uid"]
         self._restart_count = pod_state.restart_count(pod, container)
-        self._sink = sink
         self._position = LogPosition()
         self._partial = ""
         self.stopped = threading.Event()
@@ -155,8 +152,7 @@ class Logs:
 
     def __init__(self, api: Api, sink: LogSink) -> None:
         """Store the API and the function that receives every line."""
-        self._api = api
-        self._sink = sink
+        self._api, self._sink = api, sink
         self._followers: dict[tuple[str, str, int], LogFollower] = {}
         self._tails: dict[Task, deque[str]] = {}
         self._lock = threading.Lock()
@@ -192,17 +188,19 @@ class Logs:
             self._sink(task, text)
 
 
+@dataclass
 class EventRelay:
-    """Relays events of the leading task. `traceback` is the traceback of failed user code."""
+    """Relays events of the leading task.
 
-    def __init__(
-        self, on_progress: Callable[[], None], on_published: Callable[[int], None]
-    ) -> None:
-        """Store the functions to call when the global step changes and at each checkpoint."""
-        self._on_progress, self._on_published = on_progress, on_published
-        self.traceback = ""
-        self._step = -1
-        self._lines = LogLines()
+    `on_progress` is called when the global step changes, and `on_published` at each checkpoint.
+    `traceback` is the traceback of failed user code.
+    """
+
+    on_progress: Callable[[], None]
+    on_published: Callable[[int], None]
+    traceback: str = ""
+    _step: int = -1
+    _lines: LogLines = field(default_factory=LogLines)
 
     def take(self, event: events.Event) -> None:
         """Process the next event of the log."""
@@ -213,9 +211,9 @@ class EventRelay:
         step = getattr(event, "global_step", self._step)
         if step != self._step:
             self._step = step
-            self._on_progress()
+            self.on_progress()
         if isinstance(event, events.CheckpointPublished):
-            self._on_published(event.global_step)
+            self.on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
             # Set the time again, so that all events in the file use the clock of this machine.
             events.emit(replace(event, time=events.now()))

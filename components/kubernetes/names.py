@@ -147,6 +147,13 @@ class JobKind:
         }
 
 
+def own_labels(job: Tree) -> dict[str, str]:
+    """Return a job's Flotilla labels, for the objects that it owns."""
+    prefixes = (APP, RUN, MANAGED)
+    labels = job["metadata"].get("labels") or {}
+    return {key: value for key, value in labels.items() if key.startswith(prefixes)}
+
+
 PODS = Resource("pods")
 EVENTS = Resource("events")
 JOBS = Resource("jobs", "batch")

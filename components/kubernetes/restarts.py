@@ -6,9 +6,9 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 
-from flotilla.components.kubernetes.api.client import Api
+from flotilla.components.kubernetes.client import Api
+from flotilla.components.kubernetes.deadlines import last_events
 from flotilla.components.kubernetes.engine import Engine
-from flotilla.components.kubernetes.kubernetes_events import last_events
 from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
 from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config

@@ -9,18 +9,20 @@ from __future__ import annotations
 import logging
 import queue
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.api.retry import (
+from flotilla.components.kubernetes.client import (
+    Api,
+    RefusedError,
+    UnreachableError,
     describe_foreign_deletion,
     describe_refusal,
     unreachable,
 )
-from flotilla.components.kubernetes.deadlines import Deadlines
-from flotilla.components.kubernetes.engine import Engine
-from flotilla.components.kubernetes.kubernetes_events import PodRefusals, last_events
+from flotilla.components.kubernetes.deadlines import Deadlines, PodRefusals, last_events
+from flotilla.components.kubernetes.engine import Engine, JobEnd
 from flotilla.components.kubernetes.logs import Logs
 from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
@@ -55,35 +57,29 @@ JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
 
+@dataclass
 class Supervisor:
-    """Handles the events of a job and its pods one after another."""
+    """Handles the events of a job and its pods one after another.
 
-    def __init__(
-        self,
-        engine: Engine,
-        job: Job,
-        created: Tree,
-        api: Api,
-        logs: Logs,
-        deadlines: Deadlines,
-        restarts: Restarts,
-        job_events: JobEvents,
-    ) -> None:
-        """Store the arguments. `created` is the job as returned by the API."""
-        self._engine, self._kind = engine, engine.kind
-        self._name = created["metadata"]["name"]
-        self._uid = created["metadata"]["uid"]
-        self._job, self._leader = job, leading(job.config)
-        self._unreachable = job.config.cluster.kubernetes.deadlines.unreachable
-        self._api = api
-        self._logs = logs
-        self._deadlines = deadlines
-        self._job_events = job_events
-        self._restarts = restarts
-        self._refusals = PodRefusals(
-            api, engine.kind, lambda: engine.reporters(api, created), deadlines
-        )
-        self._created = created
+    `created` is the job as returned by the API.
+    """
+
+    engine: Engine
+    job: Job
+    created: Tree
+    api: Api
+    logs: Logs
+    deadlines: Deadlines
+    restarts: Restarts
+    job_events: JobEvents
+
+    def __post_init__(self) -> None:
+        """Begin without any event."""
+        self._kind = self.engine.kind
+        self._name = self.created["metadata"]["name"]
+        self._uid = self.created["metadata"]["uid"]
+        self._leader = leading(self.job.config)
+        self._refusals = PodRefusals(self.api, self._kind, self._reporters, self.deadlines)
         self._interrupts = 0
         self._is_blind = self._is_holding = False
         self._is_job_deleted = False
@@ -117,7 +113,7 @@ class Supervisor:
 
     def _run(self) -> Loss | None:
         while True:
-            left = CHECK_SECONDS if self._is_holding else self._deadlines.seconds_left()
+            left = CHECK_SECONDS if self._is_holding else self.deadlines.seconds_left()
             job_event = self._next(min(CHECK_SECONDS, left))
             if self._interrupts:
                 raise RunInterruptedError("interrupted")
@@ -129,9 +125,10 @@ class Supervisor:
                 # Events may be late, so read the pods again before the job and its logs are gone.
                 self._refresh_pods()
                 item = job_event[0]
-                if item["kind"] == self._kind.kind and self._has_failed(item):
-                    return self._lost(item)
-                self._logs.drain(DRAIN_SECONDS, self._leader)
+                end = self.engine.end(item) if item["kind"] == self._kind.kind else None
+                if end and not end.is_done:
+                    return self._lost(item, end)
+                self.logs.drain(DRAIN_SECONDS, self._leader)
                 return None
 
     def wait_until_deleted(self, seconds: float) -> bool:
@@ -165,7 +162,7 @@ class Supervisor:
     def _next(self, seconds: float) -> tuple[Tree, bool] | events.Restart | None:
         """Return the next event, or None on a timeout or an interrupt of the launcher."""
         try:
-            job_event = self._job_events.get(timeout=max(seconds, 0.0))
+            job_event = self.job_events.get(timeout=max(seconds, 0.0))
         except queue.Empty:
             return None
         if isinstance(job_event, RefusedError):
@@ -181,7 +178,7 @@ class Supervisor:
         """Handle an event, and return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
-            over = self._engine.end(item)
+            over = self.engine.end(item)
             if over and over.is_done:
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
@@ -202,14 +199,14 @@ class Supervisor:
         if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
             if uid == self._uid and not deleted:
-                self._deadlines.observe_job(item)
-                if self._engine.is_suspended(item):
+                self.deadlines.observe_job(item)
+                if self.engine.is_suspended(item):
                     self._suspended |= self._pods.keys()
             return []
-        if uid in self._gone or not self._engine.owns(self._uid, item):
+        if uid in self._gone or not self.engine.owns(self._uid, item):
             return []
         self._last_seen[uid] = item
-        self._logs.follow(item)
+        self.logs.follow(item)
         self._observe_loss(item, deleted)
         ends = {(end.uid, end.restart_count): end for end in pod_state.ends(item)}
         if deleted:
@@ -223,7 +220,7 @@ class Supervisor:
             self._log_waiting(item)
         new = [end for key, end in ends.items() if key not in self._ends]
         self._ends |= ends
-        self._deadlines.observe(self._pods.values())
+        self.deadlines.observe(self._pods.values())
         return new
 
     def _observe_loss(self, pod: Tree, deleted: bool) -> None:
@@ -248,48 +245,44 @@ class Supervisor:
             level = logging.INFO if pod_state.waits_as_usual(pod) else logging.WARNING
             log.log(level, "%s is waiting: %s", pod_state.find_task(pod), reason)
 
-    def _has_failed(self, job: Tree) -> bool:
-        end = self._engine.end(job)
-        return end is not None and not end.is_done
-
     def _count_in_pod(self, restart: events.Restart) -> None:
-        if not self._restarts.count_in_pod(restart):
+        if not self.restarts.count_in_pod(restart):
             raise UserError(
-                f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {restart.task} ended "
+                f"cluster.max_restarts ({self.restarts.limit}) is exceeded: {restart.task} ended "
                 f"with {restart.cause}"
             )
 
     def _count_restart(self, end: TaskEnd) -> None:
         # A worker of a user's program may end before the leading task. A worker of the trainer must
         # not end before training is complete.
-        is_own = not self._job.config.program.command
+        is_own = not self.job.config.program.command
         if is_own and end.is_done and end.task.role != "evaluator" and not self._is_ending():
-            require_end(self._job, f"{end.task} (pod {end.pod})")
+            require_end(self.job, f"{end.task} (pod {end.pod})")
         # Count no restart if the job is failing. Its tasks end with arbitrary exit codes.
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         # A deleted Job may have recreated its pod just before.
         if self._owners(end) & self._deleted_jobs:
             return
-        if self._engine.fails_with_a_pod and end.code == DONE:
+        if self.engine.fails_with_a_pod and end.code == DONE:
             return
-        if self._restarts.count(end, self._cause(end)):
+        if self.restarts.count(end, self._cause(end)):
             self._lose(end)
             return
-        self._logs.drain(DRAIN_SECONDS, end.task)
+        self.logs.drain(DRAIN_SECONDS, end.task)
         report = self._describe(end)
-        raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
+        raise UserError(f"cluster.max_restarts ({self.restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
         """Return why the pod was lost, or "" if it was not lost or its loss fails the job."""
         loss = self._losses.get(end.uid)
-        is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
+        is_taken = loss and not self.engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
 
     def _lose(self, end: TaskEnd) -> None:
         """Record that a task's pod must be replaced, if it has ended for good."""
         pod = self._last_seen.get(end.uid)
-        if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
+        if pod is None or self.engine.fails_with_a_pod or self.restarts.is_final(end):
             return
         # Compare creation times, because pods are listed by name, and a Job's failed pods remain.
         every = [self._last_seen[uid] for uid in self._seen[end.task]]
@@ -304,17 +297,17 @@ class Supervisor:
             task = pod_state.find_task(pod)
             try:
                 if not self._is_back(pod):
-                    self._deleted_jobs |= self._engine.bring_back(self._api, pod)
+                    self._deleted_jobs |= self.engine.bring_back(self.api, pod)
             except UnreachableError as error:
                 log.debug("%s will be recreated later: %s", task, error)
                 continue
             except RefusedError as error:
                 log.warning("Kubernetes delays the restart of %s (back-off): %s", task, error)
             else:
-                name = pod["metadata"]["name"]
                 log.warning(
-                    "%s lost its pod %s; the %s is recreating it", task, name, self._kind.controller
-                )
+                    "%s lost its pod %s; the %s is recreating it",
+                    task, pod["metadata"]["name"], self._kind.controller,
+                )  # fmt: skip
                 self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
 
@@ -324,63 +317,58 @@ class Supervisor:
 
     def _is_back(self, lost: Tree) -> bool:
         """Return whether another pod of the same task exists, for example after an outage."""
-        pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
         return any(
             pod["metadata"]["uid"] != lost["metadata"]["uid"]
             and pod_state.find_task(pod) == pod_state.find_task(lost)
-            and not pod["metadata"].get("deletionTimestamp")
-            and not pod_state.has_ended(pod)
-            for pod in pods
-            if self._engine.owns(self._uid, pod)
+            and _is_active(pod)
+            for pod in self._list_pods()
+            if self.engine.owns(self._uid, pod)
         )
 
     def _is_ending(self) -> bool:
         """Return whether the job needs no pods: it is finished, failing, deleted or suspended."""
         try:
-            job = self._api.get(self._kind.resource, self._name)
+            job = self.api.get(self._kind.resource, self._name)
         except UnreachableError:
             return False
         except RefusedError as error:
             return error.is_missing
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
-        is_over = self._engine.end(job) is not None
-        if is_deleted or is_over or self._engine.is_suspended(job):
+        is_over = self.engine.end(job) is not None
+        if is_deleted or is_over or self.engine.is_suspended(job):
             return True
         with suppress(RefusedError, UnreachableError):
-            return self._engine.is_failing(self._api, job)
+            return self.engine.is_failing(self.api, job)
         return False
 
-    def _lost(self, job: Tree) -> Loss | None:
+    def _lost(self, job: Tree, end_of_job: JobEnd) -> Loss | None:
         """Return the loss that failed the job; None if the leader succeeded. Raises `UserError`."""
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
-        end_of_job = self._engine.end(job)
-        roles = end_of_job.roles if end_of_job else frozenset()
         loss = pod_state.first_loss(
             each
             for each in self._losses.values()
-            if each.task.role in roles and each.uid == self._seen[each.task][-1]
+            if each.task.role in end_of_job.roles and each.uid == self._seen[each.task][-1]
         )
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
-        final = [end for end in failed if self._restarts.is_final(end)]
+        final = [end for end in failed if self.restarts.is_final(end)]
         if loss is None or final:
-            raise error_for_exit(final[0].code if final else None)(self._job_failure(job))
+            message = self._job_failure(job, failed, final)
+            raise error_for_exit(final[0].code if final else None)(message)
         return loss
 
-    def _job_failure(self, job: Tree) -> str:
-        failure = self._engine.failure(self._api, job)
+    def _job_failure(self, job: Tree, failed: list[TaskEnd], final: list[TaskEnd]) -> str:
+        failure = self.engine.failure(self.api, job)
         message = failure.message
         if failure.is_past_deadline:
-            limit = self._job.config.cluster.kubernetes.job.active_deadline_seconds
+            limit = self.job.config.cluster.kubernetes.job.active_deadline_seconds
             return (
                 f"the job {self._name} did not finish within {limit} s "
                 f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
             )
         for end in self._ends.values():
-            self._logs.drain(DRAIN_SECONDS, end.task)
-        failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
-        final = [end for end in failed if self._restarts.is_final(end)]
+            self.logs.drain(DRAIN_SECONDS, end.task)
         if final:
             return self._describe(final[0])
         last = [self._describe(end) for end in failed[-1:]]
@@ -388,20 +376,26 @@ class Supervisor:
         return f"{report}{self._last_events()}"
 
     def _describe(self, end: TaskEnd) -> str:
-        is_program = bool(self._job.config.program.command)
-        tail = self._logs.tail(end.task)
-        return describe_failure(self._api, end, tail, is_program=is_program)
+        is_program = bool(self.job.config.program.command)
+        tail = self.logs.tail(end.task)
+        return describe_failure(self.api, end, tail, is_program=is_program)
+
+    def _list_pods(self) -> list[Tree]:
+        return self.api.list_labelled(PODS, self._kind.selector(self._name))
 
     def _last_events(self) -> str:
         uids = [self._uid]
         with suppress(RefusedError, UnreachableError):
-            uids = list(self._engine.reporters(self._api, self._created))
-        return last_events(self._api, *uids)
+            uids = [*self._reporters()]
+        return last_events(self.api, *uids)
+
+    def _reporters(self) -> Sequence[str]:
+        return self.engine.reporters(self.api, self.created)
 
     def _refresh_pods(self) -> None:
         """Record the current pods, and wait for the watch events of pods that no longer exist."""
         try:
-            pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
+            pods = self._list_pods()
         except (RefusedError, UnreachableError):
             return
         listed = {pod["metadata"]["uid"] for pod in pods}
@@ -416,11 +410,10 @@ class Supervisor:
     def _forget_absent(self) -> None:
         """Forget pods, and the job, if the watches missed their deletion, as in an outage."""
         with suppress(RefusedError, UnreachableError):
-            there = self._api.list_labelled(PODS, self._kind.selector(self._name))
-            uids = {pod["metadata"]["uid"] for pod in there}
+            uids = {pod["metadata"]["uid"] for pod in self._list_pods()}
             self._pods = {uid: pod for uid, pod in self._pods.items() if uid in uids}
         try:
-            job = self._api.get(self._kind.resource, self._name)
+            job = self.api.get(self._kind.resource, self._name)
             self._is_job_deleted |= job["metadata"]["uid"] != self._uid
         except RefusedError as error:
             self._is_job_deleted |= error.is_missing
@@ -429,15 +422,15 @@ class Supervisor:
 
     def _report_start(self) -> None:
         """Report what the job is waiting for, until it trains."""
-        if self._deadlines.is_training:
+        if self.deadlines.is_training:
             self._end_start()
             return
         if self._start is None:
-            self._start = Work("starting the job", "tasks", self._deadlines.expected_pods)
+            self._start = Work("starting the job", "tasks", self.deadlines.expected_pods)
             self._start.__enter__()
         pods = self._pods.values()
-        running, words = self._deadlines.start(pods)
-        if self._refusals.newest and self._deadlines.lacks_pods(pods):
+        running, words = self.deadlines.start(pods)
+        if self._refusals.newest and self.deadlines.lacks_pods(pods):
             words = f"{words}: {self._refusals.newest}"
         self._start.reach(running, words)
 
@@ -450,15 +443,11 @@ class Supervisor:
         """Warn once if a lost pod is not recreated. Its controller may be down."""
         newest = pod_state.newest(self._pods.values())
         for task, at in list(self._asked_at.items()):
-            pod = newest.get(task)
-            if (
-                pod
-                and not pod_state.has_ended(pod)
-                and not pod["metadata"].get("deletionTimestamp")
-            ):
+            is_back = task in newest and _is_active(newest[task])
+            is_late = time.monotonic() - at >= ABSENT_SECONDS
+            if is_back or is_late:
                 del self._asked_at[task]
-            elif time.monotonic() - at >= ABSENT_SECONDS:
-                del self._asked_at[task]
+            if is_late and not is_back:
                 log.warning(
                     "%s has no new pod after %g s: the %s is not running, or it cannot create the "
                     "pod; check with: %s",
@@ -470,32 +459,35 @@ class Supervisor:
         self._warn_of_absent()
         self._report_start()
         pods = self._pods.values()
-        refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
+        refusal = self._refusals.final() if self.deadlines.lacks_pods(pods) else ""
         if refusal:
             raise UserError(f"Kubernetes rejects the pods of the job {self._name}: {refusal}")
         exceeded = self._find_exceeded()
         if exceeded:
             # A controller that has not reacted may be down and come back, so a retry may help.
-            kind = UserError if self._deadlines.is_taken_up else TransientError
+            kind = UserError if self.deadlines.is_taken_up else TransientError
             raise kind(f"{exceeded} (job {self._name}){self._last_events()}")
-        limit = self._unreachable
-        if limit and time.monotonic() - self._api.answered_at > limit:
+        limit = self.job.config.cluster.kubernetes.deadlines.unreachable
+        if limit and time.monotonic() - self.api.answered_at > limit:
             raise TransientError(unreachable(limit, f"the job {self._name} may still be running"))
 
     def _find_exceeded(self) -> str:
         """Return a message if a deadline is exceeded even after reading the current state."""
-        seen = self._deadlines.find_exceeded(self._pods.values())
+        seen = self.deadlines.find_exceeded(self._pods.values())
         self._is_holding = False
         if not seen:
             return ""
         try:
-            self._deadlines.observe_job(self._api.get(self._kind.resource, self._name))
-            pods = self._api.list_labelled(PODS, self._kind.selector(self._name))
+            self.deadlines.observe_job(self.api.get(self._kind.resource, self._name))
+            pods = [pod for pod in self._list_pods() if self.engine.owns(self._uid, pod)]
         except RefusedError:
             return seen
         except UnreachableError:
             self._is_holding = True
             return ""
-        pods = [pod for pod in pods if self._engine.owns(self._uid, pod)]
-        self._deadlines.observe(pods)
-        return self._deadlines.find_exceeded(pods)
+        self.deadlines.observe(pods)
+        return self.deadlines.find_exceeded(pods)
+
+
+def _is_active(pod: Tree) -> bool:
+    return not pod["metadata"].get("deletionTimestamp") and not pod_state.has_ended(pod)

@@ -206,20 +206,15 @@ class PublishedRecord:
         earlier = self._record.earlier
         last = _try(make_record(failed, began=self._record.began), failed.seconds)
         self._record = replace(self._record, began=now(), earlier=(*earlier, last))
-        if self.at:
-            with self._never_in_the_way():
-                self._write()
+        self._write()
 
     def progress(self, metrics: Mapping[str, Any]) -> None:
         """Publish the progress of the step."""
         self._record = replace(self._record, metrics=metrics)
-        with self._never_in_the_way():
-            self._write()
+        self._write()
 
     def end(self, result: StepResult, **more: Any) -> None:
         """Publish the end of the step. `more` sets further fields of its record."""
-        if not self.at:
-            return
         began = self._record.began
         self._record = make_record(
             result,
@@ -228,8 +223,7 @@ class PublishedRecord:
             earlier=self._record.earlier,
             **more,
         )
-        with self._never_in_the_way():
-            self._write()
+        self._write()
 
     @contextmanager
     def _never_in_the_way(self) -> Iterator[None]:
@@ -251,8 +245,11 @@ class PublishedRecord:
         return (seen if seen > before.began else self._record.began) - before.began
 
     def _write(self) -> None:
-        text = mask(json.dumps(to_tree(self._record), indent=2, default=str))
-        storage.write_bytes(record_uri(self.at, STEPS, self._record.step), text.encode())
+        if not self.at:
+            return
+        with self._never_in_the_way():
+            text = mask(json.dumps(to_tree(self._record), indent=2, default=str))
+            storage.write_bytes(record_uri(self.at, STEPS, self._record.step), text.encode())
 
 
 def publish_config(at: str, text: str) -> None:

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from flotilla.components.image import IMAGE, PodDefaults
-from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER
 from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.names import JobKind
 from flotilla.components.kubernetes.pods.template import leading
+from flotilla.components.kubernetes.requirements import LAUNCHER, TRAINER
 from flotilla.components.launchers import ENGINES, engine
 from flotilla.pipelines.doctor import cluster as clusters
 from flotilla.pipelines.doctor import (

@@ -13,13 +13,14 @@ from http import HTTPStatus
 import urllib3
 
 from flotilla.components.image import DEFAULTS, PodDefaults
-from flotilla.components.kubernetes import choice, names, owned_objects
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
-from flotilla.components.kubernetes.api.native_sidecars import describe_lack, needs_sidecars
+from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.adoption import is_foreign
+from flotilla.components.kubernetes.client import Api, RefusedError, UnreachableError, connect
 from flotilla.components.kubernetes.engine import Engine, document
 from flotilla.components.kubernetes.names import Tree
 from flotilla.components.kubernetes.pods.template import replicas
-from flotilla.components.launchers import ENGINES, engine
+from flotilla.components.kubernetes.requirements import describe_lack, needs_sidecars
+from flotilla.components.launchers import ENGINES, engine, is_on_a_cluster
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.trainer.config.cluster import Launcher
 from flotilla.trainer.config.schema import Config
@@ -143,7 +144,7 @@ class PlannedJob:
 def plan(of: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> PlannedJob:
     """Return the job that a run of `config` would create."""
     tree = document(of, config, defaults)
-    templates = zip(replicas(config).items(), of.templates(tree), strict=True)
+    templates = zip(replicas(config).items(), of.templates(tree).values(), strict=True)
     roles = [Role(name=name, count=count, template=each) for (name, count), each in templates]
     return PlannedJob(engine=of, tree=tree, roles=roles)
 
@@ -274,7 +275,7 @@ def _place(deployment: Tree) -> str:
 def is_on_kubernetes(config: Config) -> bool:
     """Return whether a run that is started on this machine trains on Kubernetes."""
     launcher = config.cluster.launcher
-    return launcher in ENGINES or (launcher == "auto" and choice.is_on_a_cluster())
+    return launcher in ENGINES or (launcher == "auto" and is_on_a_cluster())
 
 
 _HERE = (
@@ -318,7 +319,7 @@ def _explain_choice(config: Config, one: Engine, absent: Sequence[str]) -> Findi
     except ConfigError as error:
         remedy = "flotilla doctor --set cluster.launcher=tfjob"
         return Finding("fail", f"{message}; {error}", remedy)
-    return Finding("ok", message if choice.is_on_a_cluster() else f"{message}; {_HERE}")
+    return Finding("ok", message if is_on_a_cluster() else f"{message}; {_HERE}")
 
 
 def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
@@ -328,8 +329,7 @@ def check_services(cluster: Cluster, config: Config, one: Engine) -> Finding:
     taken = [
         str(each["metadata"]["name"])
         for each in found
-        if names.is_job_name(each["metadata"]["name"], config.name)
-        and owned_objects.is_foreign(one.kind, each)
+        if names.is_job_name(each["metadata"]["name"], config.name) and is_foreign(one.kind, each)
     ]
     if not taken:
         return Finding("ok", "no Service has the name of a job")

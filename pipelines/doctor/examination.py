@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
-from flotilla.components.kubernetes.api.client import RefusedError, UnreachableError
+from flotilla.components.kubernetes.client import RefusedError, UnreachableError
 from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.probe import Probe

@@ -8,16 +8,17 @@ from functools import partial
 from http import HTTPStatus
 from urllib.parse import quote
 
-from flotilla.components.kubernetes.api import rbac
-from flotilla.components.kubernetes.api.client import RefusedError, SilentControllerError
-from flotilla.components.kubernetes.api.rbac import (
+from flotilla.components.kubernetes.client import RefusedError, SilentControllerError
+from flotilla.components.kubernetes.names import PODS, JobKind, Tree
+from flotilla.components.kubernetes.requirements import (
     FILE,
     LAUNCHER,
     Permission,
+    find_user,
     format_grant,
+    may,
     required_rules,
 )
-from flotilla.components.kubernetes.names import PODS, JobKind, Tree
 from flotilla.pipelines.doctor.cluster import CONTROLLERS, Cluster, PlannedJob
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.trainer.runtime.errors import ConfigError
@@ -38,11 +39,9 @@ class Account:
 
 def check_user(cluster: Cluster, kind: JobKind) -> Finding:
     """Check that the caller may launch a job."""
-    where, user = cluster.namespace, rbac.find_user(cluster.api)
+    where, user = cluster.namespace, find_user(cluster.api)
     try:
-        found = {
-            each: rbac.may(cluster.api, each, where) for each in required_rules(LAUNCHER, kind)
-        }
+        found = {each: may(cluster.api, each, where) for each in required_rules(LAUNCHER, kind)}
     except RefusedError as error:
         message = f"the API does not report what {user} may do: {error}"
         return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
@@ -55,7 +54,7 @@ def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) 
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
     try:
-        found = {each: rbac.may(cluster.api, each, where, subject) for each in wanted}
+        found = {each: may(cluster.api, each, where, subject) for each in wanted}
     except RefusedError as error:
         message = f"cannot check what {account.user} may do ({error}); check each permission"
         show = f"kubectl auth can-i {wanted[0]} --namespace {where} --as {account.user}"

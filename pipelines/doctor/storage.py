@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from flotilla.components.kubernetes.api.client import RefusedError
+from flotilla.components.kubernetes.client import RefusedError
 from flotilla.pipelines.doctor.cluster import Cluster
 from flotilla.pipelines.doctor.examination import Finding
 from flotilla.trainer import signing, storage

@@ -6,7 +6,8 @@ import pytest
 import yaml
 from kfp import dsl
 
-from flotilla.components import contract, resolve_config
+from flotilla.components import contract, prepare_data
+from flotilla.components.records.record import run
 from flotilla.components.table import STEPS
 from flotilla.pipelines.compile import compile_components, compile_pipeline
 from flotilla.trainer import storage
@@ -112,7 +113,7 @@ def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
     given = {parameter.name: parameter.default for parameter in FIELDS}
     artifact = dsl.Artifact(uri="/here/flotilla-training/123/prepare-data/configuration")
     whole = {**given, "storage_root": root, "kfp_run_id": "123", "configuration": artifact}
-    code, line = refused(resolve_config.run_step, passed(whole), capsys=capsys)
+    code, line = refused(run, prepare_data.work, passed(whole), capsys=capsys)
     assert code != 0
     assert line.startswith("the pipeline was compiled by ")
     assert "with different steps" in line

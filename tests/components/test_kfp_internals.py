@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.components import kfp_internals
+from flotilla.components import image, kfp_internals
 from flotilla.components.train_model import train_model
 from tests.house_rules.source import python_files, text, tree
 
@@ -83,7 +83,7 @@ def test_the_command_of_a_component_has_its_parts_where_they_are_looked_for():
 
 
 def test_a_component_takes_more_arguments():
-    taken = kfp_internals.make_component(_step, "python:3")
+    taken = image.component(_step)
     before = list(taken.component_spec.implementation.container.args)
     kfp_internals.add_arguments(taken, ["--a", "b"])
     assert taken.component_spec.implementation.container.args == [*before, "--a", "b"]
@@ -113,9 +113,7 @@ def test_kfp_is_imported_without_its_client():
 
 def test_a_running_step_gets_the_function():
     program = (
-        "from flotilla.components.kfp_internals import *\n"
-        "def f(): pass\n"
-        "print(make_component(f, 'a') is f)"
+        "from flotilla.components.image import component\ndef f(): pass\nprint(component(f) is f)"
     )
     environment = {**os.environ, kfp_internals.RUNTIME: "true"}
     command = [sys.executable, "-c", program]

@@ -1,26 +1,33 @@
-"""Tests the first step: its outputs for KFP, and the trial of the model that runs in parallel."""
+"""Tests the first step: the configuration, its outputs for KFP, and the trial of the model."""
 
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from kfp import dsl
 
-from flotilla.components import prepare_data, resolve_config
+from flotilla.components import prepare_data
 from flotilla.components.records import run_store
 from flotilla.components.records.record import Step
-from flotilla.components.resolve_config import Resolved
+from flotilla.trainer import storage
 from flotilla.trainer.cluster import fitting
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.form import FIELDS, to_form, to_local_form
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
+from flotilla.trainer.promotion import training_data as trained
 from flotilla.trainer.runtime.errors import ConfigError
-from tests.components.called_steps import artifact_in, no_larger_files_than, refused
+from tests.components.called_steps import RUN, artifact_in, no_larger_files_than, refused
+from tests.trainer.small_run import digits, publish_dataset
 
 
 @pytest.fixture
 def unchanged(tmp_path, monkeypatch):
     """Return the first step of a run whose data has not changed."""
-    found = Resolved(config="{}", root="gs://b/r", run_id="digits-2", is_unchanged=True)
-    monkeypatch.setattr(resolve_config, "work", lambda _step: found)
+    found = prepare_data.Prepared("{}", "gs://b/r", "digits-2", "", "unchanged")
+    monkeypatch.setattr(prepare_data, "resolve_config", lambda _step: found)
     made = {name: artifact_in(tmp_path) for name in ("dataset", "validation", "page")}
     return Step(at="", published="", **made)
 
@@ -115,3 +122,179 @@ def test_on_this_machine_the_runner_tries_it(step, monkeypatch):
     monkeypatch.setattr(fitting, "begin", lambda *_: pytest.fail("it is tried twice"))
     with prepare_data._try_model(step, CONFIG):
         pass
+
+
+def resolve(values):
+    """Return the first stage's result for these values, without its KFP component."""
+    step = Step(at="", **{"published": "", **values})
+    return step.stage("resolve_config", prepare_data.resolve_config)
+
+
+def version_of(resolved):
+    return Config.model_validate_json(resolved.config).data.version
+
+
+@pytest.mark.usefixtures("emitted")
+class TestResolveConfig:
+    @pytest.fixture
+    def values(self, tmp_path):
+        given = {each.name: each.default for each in FIELDS}
+        own = {
+            "kfp_run_id": "123",
+            "configuration": artifact_in(tmp_path),
+            "is_whole_run": True,
+        }
+        return {**given, "storage_root": "file:///r", **own}
+
+    def test_it_passes_on_what_the_others_need(self, values):
+        resolved = resolve({**values, "settings": {"data": {"seed": 5.0}}})
+        config = Config.model_validate_json(resolved.config)
+        assert config.data == DataConfig(seed=5)
+        assert config.model_copy(update={"storage": Config().storage, "data": DataConfig()}) == (
+            Config()
+        )
+        assert (resolved.root, resolved.run_id) == ("file:///r", "123")
+
+    def test_a_root_that_the_other_pods_do_not_see_is_refused(self, values, monkeypatch, capsys):
+        monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
+        code, line = refused(resolve, values, capsys=capsys)
+        assert code == 2
+        assert line.startswith("storage.root: file:///r is a folder in this pod, which no other ")
+
+    def test_the_command_line_names_the_run(self, values, monkeypatch):
+        monkeypatch.setenv(run_store.RUN_ID, RUN)
+        assert resolve(values).run_id == RUN
+
+    def test_without_a_root_nothing_can_be_published(self, values, capsys):
+        code, line = refused(resolve, {**values, "storage_root": ""}, capsys=capsys)
+        assert code == 1
+        assert line.startswith("storage.root is empty: set it to a URI")
+
+    @pytest.mark.parametrize(
+        ("output", "root"),
+        [
+            ("gs://b/k/p/123/prepare-data/7/configuration", "gs://b/k/flotilla"),
+            (
+                "minio://mlpipeline/v2/p/123/prepare-data/7/configuration?endpoint=a:1&region=x",
+                "minio://mlpipeline/v2/flotilla?endpoint=a:1&region=x",
+            ),
+        ],
+    )
+    def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
+        # The bucket does not exist, so this test also shows that no request is sent.
+        assert run_store.find_root("", output, values["kfp_run_id"]) == root
+
+    def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
+        # KFP stores local artifacts at a path below the working directory.
+        monkeypatch.chdir(tmp_path)
+        uri = storage.uri_of(tmp_path / "k/p/123/prepare-data/7/configuration")
+        given = {**values, "storage_root": "", "configuration": dsl.Artifact(uri=uri)}
+        resolved = resolve(given)
+        assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
+
+    def test_a_wrong_value_is_the_users(self, values, capsys, emitted):
+        wrong = {**values, "steps": -5}
+        code, line = refused(resolve, wrong, capsys=capsys)
+        assert code == 2
+        assert line.startswith("training.steps: -5 is not allowed")
+        assert emitted()[-1].exit_code == 2
+
+    def test_a_key_that_has_a_field_is_the_users(self, values, capsys):
+        wrong = {**values, "settings": {"training": {"steps": 9.0}}}
+        code, line = refused(resolve, wrong, capsys=capsys)
+        assert code == 2
+        assert line.startswith("settings: the field steps of the form sets training.steps")
+
+    @pytest.mark.parametrize("form", [to_form, to_local_form])
+    def test_it_takes_what_a_configuration_gives(self, values, form):
+        tree = {"training": {"steps": 7, "patience": 3}, "storage": {"root": "file:///r"}}
+        config = parse_config(tree)
+        resolved = resolve({**values, **form(config)})
+        assert Config.model_validate_json(resolved.config).training == config.training
+
+    def test_where_nothing_is_new_the_word_is_unchanged(
+        self, values, root, tmp_path, emitted, monkeypatch
+    ):
+        monkeypatch.delenv(run_store.RUN_FOLDER, raising=False)
+        (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+        given = {**values, "storage_root": root, "source": str(tmp_path / "*.csv")}
+        first = resolve(given)
+        assert first.Output == "ready"
+        trained.end(root, "123", "promoted")
+        again = resolve({**given, "kfp_run_id": "124"})
+        assert again.Output == "unchanged"
+        assert version_of(again) == version_of(first)
+        metrics = emitted()[-1].metrics
+        assert metrics["decision"] == "unchanged"
+        assert metrics["reasons"] == [
+            "the files and the configuration are the same as in the finished run 123; to train "
+            "again, set training.when_unchanged=train"
+        ]
+        part = {**given, "kfp_run_id": "125", "is_whole_run": False}
+        assert resolve(part).Output == "ready"
+        given["settings"] = {"training": {"when_unchanged": "train"}}
+        assert resolve({**given, "kfp_run_id": "125"}).Output == "ready"
+        (tmp_path / "b.csv").write_text("a,b\n1,2\n")
+        assert version_of(resolve(given)) != version_of(first)
+
+    def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys):
+        monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
+        given = {**values, "storage_root": "gs://b/r", "source": "/in/*.csv"}
+        monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
+        code, line = refused(resolve, given, capsys=capsys)
+        assert code == 2
+        assert line.startswith("data.source: /in/*.csv is a path, but this pod does not have")
+
+
+@pytest.mark.parametrize(
+    ("task", "label", "found", "expected"),
+    [
+        ({}, ["churn"], {"": "yes"}, {"positive": "yes"}),
+        ({"positive": "no"}, ["churn"], {"": "yes"}, {"positive": "no"}),
+        ({"name": "classification"}, ["churn"], {"": "yes"}, {"name": "classification"}),
+        ({"name": "ranking"}, [], {"": "yes"}, {"name": "ranking", "positive": "yes"}),
+        ({}, [], {}, {}),
+        # A setting of one output does not apply to the other outputs.
+        ({}, ["a", "b"], {"": "yes"}, {}),
+        ({}, ["a"], {"a": "yes"}, {}),
+        (
+            {"outputs": {"b": {"positive": "no", "weight": 2.0}}},
+            ["a", "b"],
+            {"a": "yes", "b": "yes"},
+            {"outputs": {"a": {"positive": "yes"}, "b": {"positive": "no", "weight": 2.0}}},
+        ),
+    ],
+)
+def test_the_positive_class_is_the_champions_where_none_is_named(
+    task, label, found, expected, monkeypatch
+):
+    monkeypatch.setattr(prepare_data, "champion_positive", lambda *_: found)
+    tree: dict[str, Any] = {"task": task, "data": {"label": label}}
+    made = prepare_data.add_positive(parse_config(tree), "file:///r")
+    assert made == parse_config({**tree, "task": expected})
+
+
+@pytest.mark.parametrize(("started", "expected"), [("auto", "mlp"), ("mlp", "cnn")])
+def test_a_resumed_run_keeps_the_model_that_was_chosen(started, expected, tmp_path, monkeypatch):
+    dataset = publish_dataset(tmp_path / "dataset", digits())
+    config = parse_config({"model": {"name": "auto"}})
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    fresh = prepare_data.add_choices(config, dataset, "", RUN).model
+    assert (fresh.name, fresh.args) == ("cnn", {"augment": True})
+    first, then = (parse_config({"model": {"name": name}}) for name in (started, "mlp"))
+    (tmp_path / run_store.CONFIG).write_text(first.model_dump_json())
+    given = run_store.record_call("train_model", {"config": then.model_dump_json()})
+    run_store.write_given(given, "")
+    assert prepare_data.add_choices(config, dataset, "", RUN).model.name == expected
+
+
+def test_a_resumed_run_of_an_earlier_version_augments_no_images(tmp_path, monkeypatch):
+    dataset = publish_dataset(tmp_path / "dataset", digits())
+    config = parse_config({"model": {"name": "auto", "args": {"filters": [2]}}})
+    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
+    (tmp_path / run_store.CONFIG).write_text(config.model_dump_json())
+    then = parse_config({"model": {"name": "cnn", "args": {"filters": [2]}}})
+    given = run_store.record_call("train_model", {"config": then.model_dump_json()})
+    run_store.write_given(given, "")
+    found = prepare_data.add_choices(config, dataset, "", RUN).model
+    assert (found.name, found.args) == ("cnn", {"filters": [2]})

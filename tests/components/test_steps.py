@@ -85,7 +85,6 @@ def validated(run, root, folder, **gate):
     return word, artifacts["validation"].metadata["uri"], (folder / "page.html").read_text()
 
 
-@pytest.mark.usefixtures("emitted")
 def test_data_that_is_accepted(run, root, tmp_path, emitted):
     word, uri, page = validated(run, root, tmp_path)
     assert word == "accepted"
@@ -200,21 +199,7 @@ def to_export(run, decision, folder):
 
 
 @pytest.mark.usefixtures("emitted")
-def test_a_blessed_model_is_exported(run, root, tmp_path, emitted):
-    _, decision = gated(run, root, tmp_path, 0.1)
-    given = to_export(run, decision, tmp_path)
-    artifact = given["model"]
-    config = text_of(run, accuracy=0.1)
-    uri = stage("export_model", export_model.export, config, root, **given)
-    assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
-    storage.verify(uri)
-    differences = emitted()[-1].metrics
-    assert set(differences) == {"saved_model", "keras"}
-    assert artifact.metadata == {"uri": uri, **differences}
-
-
-@pytest.mark.usefixtures("emitted")
-@pytest.mark.parametrize("size", [0, 3000, 30_000])
+@pytest.mark.parametrize("size", [0, 30_000])
 def test_a_full_disk_is_one_line_of_export_model(run, root, tmp_path, capsys, size):
     _, decision = gated(run, root, tmp_path, accuracy=0.1)
 
@@ -266,8 +251,8 @@ def pipeline(run, tmp_path, monkeypatch):
 
     def go(run_id, checkpoint=run.checkpoint, **sections):
         gate = {"champion": {"margin": 0.05}}
-        tree = {**run.config.model_dump(mode="json"), "gate": gate, **sections}
-        tree["export"] = {"formats": ["saved_model"]}
+        tree = {**run.config.model_dump(mode="json"), "gate": gate}
+        tree |= {"export": {"formats": ["saved_model"]}, **sections}
         given = (json.dumps(tree), root, run_id)
         path = tmp_path / "decision"
         own = {"decision_uri": str(path), "decision": artifact_in(tmp_path)}
@@ -286,6 +271,7 @@ def pipeline(run, tmp_path, monkeypatch):
         return SimpleNamespace(
             word=word,
             model=made["model"].metadata["uri"],
+            exported=made["model"].metadata,
             decision=decision,
             uri=last.uri,
             metrics=last.metrics,
@@ -336,8 +322,19 @@ def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_refusal_of_the_registry_keeps_its_reasons(pipeline):
-    made = pipeline.go("first", registry={"max_megabytes": 0.001})
+def test_a_blessed_model_is_exported_and_a_refusal_of_the_registry_keeps_its_reasons(
+    pipeline, tmp_path
+):
+    formats = ["saved_model", "keras"]
+    small = {"registry": {"max_megabytes": 0.001}}
+    made = pipeline.go("first", export={"formats": formats}, **small)
+    name = f"step-{GLOBAL_STEP:08d}-"
+    assert made.model.startswith(storage.join(pipeline.root, "first", "model", name))
+    storage.verify(made.model)
+    ends = [each for each in events.read(tmp_path / "events.jsonl") if isinstance(each, StepEnd)]
+    [exported] = [each.metrics for each in ends if each.step == "export_model"]
+    assert set(exported) == set(formats)
+    assert made.exported == {"uri": made.model, **exported}
     assert made.word == "refused"
     assert made.metrics["reasons"][0].startswith("The size of the model in megabytes ")
     assert made.metrics["version"] == 0

@@ -14,8 +14,7 @@ from kfp import compiler, dsl
 
 from flotilla.components import table
 from flotilla.components.image import IMAGE
-from flotilla.components.prepare_data import prepare_data
-from flotilla.components.resolve_config import Resolved
+from flotilla.components.prepare_data import Prepared, prepare_data
 from flotilla.components.table import (
     EXIT_STEP,
     StageSpec,
@@ -127,18 +126,6 @@ def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path
     assert int(pods["exec-count-labels"]["activeDeadlineSeconds"]) == 60
 
 
-@pytest.mark.parametrize(
-    ("limit", "line"),
-    [
-        ({"deadline_seconds": 0}, "count: deadline_seconds 0 is below 1"),
-        ({"deadline_seconds": 60, "retries": -1}, "count: retries -1 is below 0"),
-    ],
-)
-def test_a_limit_that_is_none_is_refused(limit, line):
-    with pytest.raises(ValueError, match=f"^{line}$"):
-        StepSpec(name="count", stages=(), **limit)
-
-
 def named_in(path):
     """Return the names that a file may contain: its own and, for a step, its stages' names."""
     own = {path.stem, path.stem.replace("_", "-")}
@@ -204,7 +191,7 @@ def test_its_body_is_imports_and_one_call(component):
 def test_its_stages_read_only_what_they_take(component):
     module = import_module(component.python_func.__module__)
     # Names that `Step` provides, or that one stage passes to another.
-    own = {"stage", "output", "at", *Resolved._fields, "dataset_uri", "evaluation", "model_uri"}
+    own = {"stage", "output", "at", *Prepared._fields, "evaluation", "model_uri"}
     taken = {*inspect.signature(component.python_func).parameters, *own}
     read = {
         node.attr

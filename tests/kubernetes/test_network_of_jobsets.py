@@ -17,21 +17,21 @@ CLUSTER = '{"cluster": {"worker": ["a-worker-0-0.a:2222"]}, "task": {"index": $(
 # A program that listens on all addresses, as TensorFlow does, and on its own address, as Python
 # does.
 SERVE = """
-import json, os, socket
+import json, os, socket, sys
 host, _, port = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].rpartition(":")
 wide = socket.socket(socket.AF_INET6)
 wide.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
 wide.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 wide.bind(("", int(port)))
 wide.listen()
-own = socket.create_server(("", 2223))
+own = socket.create_server(("", int(sys.argv[1])))
 print("serving", host, os.environ["INDEX"], os.environ["WHO"], os.environ["POD"], flush=True)
 for server in (wide, own):
     server.accept()[0].sendall(os.environ["POD"].encode())
 """
 ASK = """
-import socket
-with socket.create_connection(("a-worker-0-0.a", 2223)) as peer:
+import socket, sys
+with socket.create_connection(("a-worker-0-0.a", int(sys.argv[1]))) as peer:
     print("from", peer.getpeername()[0], peer.makefile().read(), flush=True)
 """
 
@@ -101,7 +101,7 @@ def fields(path):
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube):
+def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube, port):
     real_kube.install_jobset()
     real_kube.job_controller.backoff_seconds = real_kube.job_controller.longest_seconds = 0.1
     env = [
@@ -115,7 +115,7 @@ def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube):
     tree = jobset(roles={"chief": 1, "worker": 1}, job={"backoffLimit": 1000})
     for role, program in zip(tree["spec"]["replicatedJobs"], (ASK, SERVE), strict=True):
         [container] = role["template"]["spec"]["template"]["spec"]["containers"]
-        container.update(command=[sys.executable, "-c", program, "$(INDEX)"], env=env)
+        container.update(command=[sys.executable, "-c", program, str(port)], env=env)
     made = real_kube.server.control.jobsets.created(tree, strict=True)
     real_kube.store.create("jobsets", NAMESPACE, made)
     worker = real_kube.pod("worker-0")

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.components.table import STEPS
-from flotilla.components.tfjob.engine import Place, manifest
 from flotilla.pipelines.compile import compile_pipeline, load_package
 from flotilla.pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
 from flotilla.pipelines.training import PIPELINES
@@ -260,7 +261,7 @@ def test_a_dataset_is_published_there(root, server, bucket, pods, tmp_path):
 @pytest.mark.parametrize("secret", SECRETS)
 def test_a_task_of_the_job_gets_the_same_as_a_step(root, secret, pods):
     job = Job(config=parse_config({}), dataset=root, checkpoints=f"{root}/c", workdir=Path())
-    tree = manifest(job, Place(namespace="models"))
+    tree = TFJobs().manifest(job, Place(namespace="models"))
     pod = tree["spec"]["tfReplicaSpecs"]["PS"]["template"]["spec"]["containers"][0]
     references = {
         each["name"]: each["valueFrom"]["secretKeyRef"]

@@ -3,9 +3,8 @@
 Usage: python -m flotilla.components.kubernetes.pods.guard -- python -m flotilla.trainer task ...
 
 The guard writes the configuration to a file, from which the task reads it, and restarts the task
-inside its pod (`task_process`). In the leading task's pod, it watches the launcher
-(`launcher_watch`); in workers and servers, it delays SIGTERM until the leading task has ended
-(`shutdown`).
+inside its pod (`task_process`). In the leading task's pod, it watches the launcher. In workers and
+servers, it delays SIGTERM until the leading task has ended (`shutdown`).
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from types import FrameType
 from typing import Any
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.pods import launcher_watch
 from flotilla.components.kubernetes.pods.shutdown import (
-    NOTICE_SECONDS,
-    ShutdownConnection,
-    ShutdownServer,
+    Ending,
+    Shutdown,
+    delete_job,
+    watch_launcher,
 )
 from flotilla.components.kubernetes.pods.task_process import RestartRule, TaskProcess, adopt_orphans
 from flotilla.components.kubernetes.pods.template import (
@@ -181,17 +180,17 @@ def main(arguments: list[str]) -> int:
     watched = watch_as_leader(guard, cluster, environment) if leads and cluster else {}
     code = guard.wait()
     if guard.ends_job:
-        launcher_watch.delete_job(watched)
+        delete_job(watched)
     return code
 
 
 def watch_as_leader(
-    ending: launcher_watch.Ending, cluster: Cluster, environment: Mapping[str, str]
+    ending: Ending, cluster: Cluster, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Watch the launcher and the names of the other tasks. Return the parsed launcher variable."""
     watched: dict[str, Any] = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}")
     if watched:
-        launcher_watch.start(ending, watched)
+        threading.Thread(target=watch_launcher, args=(ending, watched), daemon=True).start()
     look = PeerNames(cluster).look
     Loop(look, LOOK_SECONDS, name="names", failing="cannot check the task names").start()
     return watched
@@ -226,32 +225,16 @@ def _restart_limit(config: Config, task: Task | None) -> float:
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
     """Forward signals to the task. Workers and servers wait until the leader has ended."""
-    server = None
-    if cluster and task == leader(cluster):
-        server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
-    connection = None
-    if cluster and task and not server and task.role in ("ps", "worker"):
-        host, _, _ = cluster.address(leader(cluster)).rpartition(":")
-        connection = ShutdownConnection(host)
+    shutdown = Shutdown(cluster, task) if cluster and task else None
 
     def handle(number: int, _frame: FrameType | None) -> None:
-        if connection:
-            # Do not restart the task. A new server would lack the variables that the leader saves.
-            guard.begin_no_more()
-            ending = (guard, connection)
-            threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()
-            return
-        if server:
-            server.announce()
-        guard.send_signal(number)
+        if shutdown:
+            shutdown.take(number, guard.begin_no_more, guard.send_signal, guard.term_seconds)
+        else:
+            guard.send_signal(number)
 
     for number in _SIGNALS:
         signal.signal(number, handle)
-
-
-def _end_after_leader(guard: Guard, connection: ShutdownConnection) -> None:
-    connection.wait(NOTICE_SECONDS, guard.term_seconds)
-    guard.send_signal(signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ empty), the program itself is the command: Kubernetes restarts it, and there is 
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -19,7 +20,7 @@ from flotilla.components.kubernetes.names import Tree
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.kubernetes import WORKING_FOLDER, PodConfig
-from flotilla.trainer.config.program import EVALUATE, fill, task_values
+from flotilla.trainer.config.program import EVALUATE, ProgramConfig, fill, task_values
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES
 from flotilla.trainer.runtime.errors import ConfigError
@@ -73,10 +74,14 @@ def check(config: Config) -> None:
                 "publishes only if the image has Python; set program.python, or set "
                 "program.after_training=stop"
             )
-        for text in config.program.command:
-            _require_no_agent("command", text)
-        for name, text in config.program.env.items():
-            _require_no_agent(f"env.{name}", text)
+        texts = [("command", text) for text in config.program.command]
+        texts += [(f"env.{name}", text) for name, text in config.program.env.items()]
+        for (name, text), each in itertools.product(texts, _OF_AGENT):
+            if f"{{{each}}}" in text:
+                raise ConfigError(
+                    f"program.{name}: only Flotilla's agent replaces {{{each}}}, and it needs "
+                    "Python in the image; set program.python, or remove the placeholder"
+                )
 
 
 def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
@@ -88,11 +93,10 @@ def containers(job: Job, role: str, own: Tree, image: str) -> Tree:
     pod = config.cluster.kubernetes.of(role)
     user = _container(config, pod, own)
     if not config.program.python:
-        variables = {
-            "FLOTILLA_RUN_ID": job.run_id,
-            "FLOTILLA_DATASET": job.dataset,
-        }
-        plain = [{"name": name, "value": text} for name, text in variables.items()]
+        plain = [
+            {"name": "FLOTILLA_RUN_ID", "value": job.run_id},
+            {"name": "FLOTILLA_DATASET", "value": job.dataset},
+        ]
         return {"containers": [{**user, "env": [*plain, *user["env"]]}]}
     folder = pod.working_folder or WORKING_FOLDER
     exchange = f"{folder}/{EXCHANGE}"
@@ -170,32 +174,19 @@ def set_task(
         # A variable must be defined before the variable that refers to it.
         each["env"] = [*sources, *own, *each["env"]]
     if config.program.command and not agents:
-        _fill_container(spec["containers"][0], config, _values(config, role, addresses))
+        # Kubernetes inserts the index of the task.
+        values = task_values(config.training, role, f"$({INDEX_VARIABLE})", addresses)
+        _fill_container(spec["containers"][0], config.program, values)
 
 
-def _fill_container(container: Tree, config: Config, values: dict[str, str]) -> None:
+def _fill_container(container: Tree, program: ProgramConfig, values: dict[str, str]) -> None:
     dataset = next(each for each in container["env"] if each["name"] == "FLOTILLA_DATASET")
     values = {**values, "dataset": dataset["value"]}
-    own = [{"name": n, "value": _fill(t, values)} for n, t in config.program.env.items()]
-    container["env"] += own
-    container["command"] = [_fill(word, values) for word in config.program.command]
-    if config.program.working_dir:
-        container["workingDir"] = config.program.working_dir
 
+    def filled(text: str) -> str:
+        return fill(text.replace("$", "$$"), values)
 
-def _values(config: Config, role: str, addresses: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """Return the values of the placeholders. Kubernetes inserts the index of the task."""
-    return task_values(config.training, role, f"$({INDEX_VARIABLE})", addresses)
-
-
-def _fill(text: str, values: Mapping[str, str]) -> str:
-    return fill(text.replace("$", "$$"), values)
-
-
-def _require_no_agent(name: str, text: str) -> None:
-    for each in _OF_AGENT:
-        if f"{{{each}}}" in text:
-            raise ConfigError(
-                f"program.{name}: only Flotilla's agent replaces {{{each}}}, and it needs Python "
-                "in the image; set program.python, or remove the placeholder"
-            )
+    container["env"] += [{"name": n, "value": filled(t)} for n, t in program.env.items()]
+    container["command"] = [filled(word) for word in program.command]
+    if program.working_dir:
+        container["workingDir"] = program.working_dir

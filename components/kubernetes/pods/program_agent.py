@@ -21,14 +21,9 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
-from flotilla.components.kubernetes.pods import launcher_watch
 from flotilla.components.kubernetes.pods.guard import watch_as_leader
 from flotilla.components.kubernetes.pods.program import EXCHANGE
-from flotilla.components.kubernetes.pods.shutdown import (
-    NOTICE_SECONDS,
-    ShutdownConnection,
-    ShutdownServer,
-)
+from flotilla.components.kubernetes.pods.shutdown import Shutdown, delete_job
 from flotilla.components.kubernetes.pods.template import (
     CONFIG_VARIABLE,
     grace_seconds,
@@ -99,25 +94,13 @@ class Reaction:
         self.agent: Agent | None = None
         self.ends_job = False
         self._seconds = seconds
-        self._server: ShutdownServer | None = None
-        self._connection: ShutdownConnection | None = None
-        first = leader(cluster)
-        if task == first:
-            self._server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
-        elif task.role in ("ps", "worker"):
-            host, _, _ = cluster.address(first).rpartition(":")
-            self._connection = ShutdownConnection(host)
+        self._shutdown = Shutdown(cluster, task)
 
-    def take(self, _number: int) -> None:
+    def take(self, number: int) -> None:
         """Stop the program. In a worker or server, wait for the leader first."""
         assert self.agent
-        if self._connection:
-            self.agent.begin_no_more()
-            threading.Thread(target=self._wait, args=(self._connection,), daemon=True).start()
-            return
-        if self._server:
-            self._server.announce()
-        self.agent.stop()
+        agent = self.agent
+        self._shutdown.take(number, agent.begin_no_more, lambda _: agent.stop(), self._seconds)
 
     def end_job(self, reason: str) -> None:
         """Stop the program after a last checkpoint, and fail the job to prevent new pods."""
@@ -127,13 +110,8 @@ class Reaction:
 
     def finish(self, code: int) -> None:
         """Let the servers end if the leader has succeeded. Keep them if the leader may restart."""
-        if self._server and code == DONE:
-            self._server.announce()
-
-    def _wait(self, connection: ShutdownConnection) -> None:
-        assert self.agent
-        connection.wait(NOTICE_SECONDS, self._seconds)
-        self.agent.stop()
+        if code == DONE:
+            self._shutdown.announce()
 
 
 def main(arguments: list[str]) -> int:
@@ -181,7 +159,7 @@ def _run(job: Job, cluster: Cluster, task: Task, ended: EndOfPod) -> int:
     code = agent.run()
     reaction.finish(code)
     if reaction.ends_job:
-        launcher_watch.delete_job(watched)
+        delete_job(watched)
     return code
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.components.kubernetes.pods.template import Place
-from flotilla.components.tfjob.engine import manifest
+from flotilla.components.kubernetes.tfjob import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
@@ -15,7 +15,7 @@ def orphan(kube, steps=1500):
     """Create the job of an earlier attempt whose launcher has exited."""
     tree = settings()
     tree["training"] = {"steps": steps}
-    return kube.store.create("tfjobs", NAMESPACE, manifest(job_of(tree), PLACE))
+    return kube.store.create("tfjobs", NAMESPACE, TFJobs().manifest(job_of(tree), PLACE))
 
 
 def start_attempt():

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.components import launchers
-from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.client import Api, connect
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import job_of, settings

@@ -6,10 +6,10 @@ import math
 import pytest
 
 from flotilla.components.kubernetes import supervisor
-from flotilla.components.kubernetes.deadlines import Deadlines
+from flotilla.components.kubernetes.deadlines import Deadlines, is_final
 from flotilla.components.kubernetes.launcher import launch
 from flotilla.components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
-from flotilla.components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 from flotilla.trainer.events import WorkProgress, progress
@@ -25,6 +25,7 @@ PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
+    monkeypatch.setattr("flotilla.components.kubernetes.deadlines.LOOK_SECONDS", 0.2)
 
 
 def suspended(**deadlines):
@@ -187,7 +188,7 @@ def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
     assert deadlines.seconds_left() == 20
     deadlines.observe_job({**job, "metadata": {"uid": "2"}})
     assert deadlines.seconds_left() == 60
-    deadlines.take_up()
+    deadlines.is_taken_up = True
     assert deadlines.seconds_left() == 3600 - 40
 
 
@@ -272,7 +273,7 @@ class TestStart:
         assert deadlines.start([]) == (0, "the training operator has not accepted the job")
 
     def test_admission(self, deadlines):
-        deadlines.take_up()
+        deadlines.is_taken_up = True
         deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
         assert deadlines.start([])[1].startswith("Kueue suspends the job until its queue")
 
@@ -386,3 +387,103 @@ def test_launch_raises_what_the_operator_leaves_undone(kube):
     with pytest.raises(UserError, match="the training operator has not reacted"):
         launch(TFJobs(), job_of(settings(operator=1)))
     assert kube.store.all("tfjobs", NAMESPACE) == []
+
+
+def quota(kube, count):
+    tree = {"metadata": {"name": "team"}, "spec": {"hard": {"pods": str(count)}}}
+    return kube.store.create("resourcequotas", NAMESPACE, tree)
+
+
+def events_are_read(kube):
+    return [each for each in kube.server.requests if "/events?" in each]
+
+
+def with_account(name, **deadlines):
+    tree = settings(**deadlines)
+    tree["cluster"]["kubernetes"]["pod"] = {"service_account": name}
+    return job_of(tree)
+
+
+def test_an_absent_service_account_fails_the_step_at_once(kube):
+    message = Attempt(with_account("robot")).failure()
+    job = message.split()[7].rstrip(":")
+    assert message == (
+        f'Kubernetes rejects the pods of the job {job}: Error creating: pods "{job}-ps-0" is '
+        f"forbidden: error looking up service account {NAMESPACE}/robot: serviceaccount "
+        '"robot" not found'
+    )
+    kube.wait_until_deleted()
+
+
+def test_a_full_quota_is_said_and_waited_for(kube, caplog):
+    quota(kube, 1)
+    attempt = watching_attempt(kube, operator=1)
+    kube.store.wait(lambda: len(events_are_read(kube)) > 2)
+    assert attempt.is_alive()
+    [warning] = [each for each in caplog.messages if "cannot create all pods" in each]
+    assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in warning
+    kube.store.delete("resourcequotas", NAMESPACE, "team")
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+
+
+def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube):
+    quota(kube, 1)
+    message = watching_attempt(kube, queueing=2).failure()
+    assert message.startswith(
+        "2 of 3 pods were not created within 2 s (cluster.kubernetes.deadlines."
+    )
+    assert "last events: FailedCreatePod: Error creating: pods" in message
+    kube.wait_until_deleted()
+
+
+def test_a_job_that_trains_goes_on_without_a_pod_that_is_refused(kube):
+    kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
+    attempt = Attempt(with_account("robot"))
+    kube.wait_watched()
+    kube.run_all()
+    kube.store.wait(lambda: sum("/log?" in each for each in kube.server.requests) >= 3)
+    kube.store.delete("serviceaccounts", NAMESPACE, "robot")
+    pods.finished(kube.store, kube.pod("worker-0"), 137)
+    kube.store.wait(lambda: events_are_read(kube))
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+
+
+def test_without_permission_for_events_a_quota_is_waited_for(kube):
+    kube.faults.add("GET .*/events", 403)
+    quota(kube, 1)
+    message = watching_attempt(kube, queueing=2).failure()
+    assert message.startswith("2 of 3 pods were not created within 2 s")
+    assert "the launcher lacks permission to list events" in message
+
+
+def test_events_of_an_earlier_job_of_this_name_are_not_read(kube):
+    assert "rejects the pods" in Attempt(with_account("robot")).failure()
+    kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
+    assert kube.store.all("events", NAMESPACE)
+    quota(kube, 1)
+    message = Attempt(with_account("robot", queueing=2)).failure()
+    assert "exceeded quota" in message
+    assert "service account" not in message
+
+
+@pytest.mark.parametrize(
+    ("message", "final"),
+    [
+        ('pods "x" is forbidden: violates PodSecurity "restricted:latest": runAsNonRoot', True),
+        ('pods "x" is forbidden: error looking up service account a/b: serviceaccount "b"', True),
+        ('pods "x" is forbidden: no PriorityClass with name high was found', True),
+        ('pods "x" is forbidden: failed quota: q: must specify requests.cpu for: a', True),
+        ('pods "x" is forbidden: maximum cpu usage per Pod is 1, but limit is 2', True),
+        ('admission webhook "policy.example.com" denied the request: no', True),
+        ('Pod "x" is invalid: spec.tolerations[0].operator: Unsupported value: "A"', True),
+        ('pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=4', False),
+        ('object is being deleted: pods "x-worker-0" already exists', False),
+        ('Internal error occurred: failed calling webhook "a.b": connection refused', False),
+        ("etcdserver: request timed out", False),
+    ],
+)
+def test_which_refusals_are_final(message, final):
+    assert is_final(f"Error creating: {message}") == final

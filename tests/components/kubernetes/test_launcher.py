@@ -10,13 +10,12 @@ import pytest
 
 from flotilla.components import launchers
 from flotilla.components.image import PodDefaults
-from flotilla.components.kubernetes import launcher, names, supervisor
-from flotilla.components.kubernetes.api import client
+from flotilla.components.kubernetes import client, launcher, names, supervisor
+from flotilla.components.kubernetes.adoption import isolate, network_policy
 from flotilla.components.kubernetes.heartbeat import Heartbeat
 from flotilla.components.kubernetes.launcher import delete_jobs
-from flotilla.components.kubernetes.owned_objects import isolate, network_policy
 from flotilla.components.kubernetes.pods.template import Place
-from flotilla.components.tfjob.engine import KIND, TFJobs, manifest
+from flotilla.components.kubernetes.tfjob import KIND, TFJobs
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError, UserError
@@ -61,7 +60,7 @@ def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monke
 def test_a_chief_that_ends_with_0_is_believed_by_its_record_alone(kube, tmp_path, is_adopted):
     job = job_of(settings(), storage.uri_of(tmp_path / "run-1"))
     if is_adopted:
-        kube.store.create("tfjobs", NAMESPACE, manifest(job, Place(namespace=NAMESPACE)))
+        kube.store.create("tfjobs", NAMESPACE, TFJobs().manifest(job, Place(namespace=NAMESPACE)))
     with ThreadPoolExecutor() as pool:
         launched = pool.submit(launchers.launch, job)
         kube.wait_watched()

@@ -5,7 +5,8 @@ import signal
 import pytest
 
 from flotilla.components.kubernetes import names
-from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.events import CheckpointPublished, Restart
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -229,7 +230,7 @@ def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
 
 
 def test_no_job_is_created_next_to_the_pods_of_an_earlier_one(kube):
-    tree = manifest(job_of(settings()), Place(namespace=NAMESPACE))
+    tree = TFJobs().manifest(job_of(settings()), Place(namespace=NAMESPACE))
     before = kube.store.create("tfjobs", NAMESPACE, tree)["metadata"]["uid"]
     kube.run_all()
     kube.store.delete("tfjobs", NAMESPACE, tree["metadata"]["name"])

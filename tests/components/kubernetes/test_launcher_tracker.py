@@ -5,12 +5,11 @@ import json
 import pytest
 
 from flotilla.components.image import PodDefaults
-from flotilla.components.jobset.engine import JobSets
-from flotilla.components.kubernetes import launcher, names
-from flotilla.components.kubernetes.api import client
+from flotilla.components.kubernetes import client, launcher, names
 from flotilla.components.kubernetes.engine import Engine
+from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.pods.template import Place
-from flotilla.components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.tracking import addresses
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 
@@ -41,7 +40,7 @@ def manifest_of(engine: Engine, tree=None, **place):
 
 
 def environments(engine, tree):
-    for template in engine.templates(tree):
+    for template in engine.templates(tree).values():
         yield {each["name"]: each for each in template["spec"]["containers"][0]["env"]}
 
 

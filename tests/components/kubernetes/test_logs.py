@@ -5,9 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flotilla.components.kubernetes import logs
-from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes.client import Api, connect
 from flotilla.components.kubernetes.logs import EventRelay, LogPosition, Logs
-from flotilla.components.tfjob.engine import Place, manifest
+from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.config.topology import Task
 from tests.components.kubernetes.attempts import job_of, settings
@@ -57,7 +58,8 @@ def test_times_without_trailing_zeros_are_compared_as_times():
 def read(kube, monkeypatch):
     """Create a job with running pods; yield its log followers and the lines that they read."""
     monkeypatch.setattr(logs, "_RETRY_SECONDS", 0.05)
-    kube.store.create("tfjobs", NAMESPACE, manifest(job_of(settings()), Place(namespace=NAMESPACE)))
+    tree = TFJobs().manifest(job_of(settings()), Place(namespace=NAMESPACE))
+    kube.store.create("tfjobs", NAMESPACE, tree)
     kube.run_all()
     lines = []
 

@@ -5,10 +5,10 @@ import threading
 
 import pytest
 
-from flotilla.components.kubernetes import names, stop
-from flotilla.components.kubernetes.api.client import Api, connect
+from flotilla.components.kubernetes import engine, names
+from flotilla.components.kubernetes.client import Api, connect
 from flotilla.components.kubernetes.launcher import delete_jobs
-from flotilla.components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.config.schema import Config
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes.cluster import NAMESPACE
@@ -57,7 +57,7 @@ def test_the_chief_saves_before_the_job_is_deleted(kube, training):
 def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
     job = running_job(kube)
     api = Api(connect(), NAMESPACE)
-    monkeypatch.setattr(stop, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "ANSWER_SECONDS", 0.0)
     kube.write_log("chief-0", names.STOPPING)
     looked = threading.Event()
     polls = []
@@ -79,7 +79,7 @@ def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
 
 def test_without_an_answer_the_job_is_not_waited_for(kube, monkeypatch):
     job = running_job(kube)
-    monkeypatch.setattr(stop, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(engine, "ANSWER_SECONDS", 0.0)
     polls = []
     TFJobs().stop(job).wait(Api(connect(), NAMESPACE), polls.append)
     assert len(polls) == 1

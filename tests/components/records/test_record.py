@@ -1,11 +1,13 @@
 """Tests the records of a step: its events, its one-line errors and its exit codes."""
 
 import errno
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,11 +16,12 @@ from kfp import dsl
 
 from flotilla.components import evaluate_model, export_model, finish
 from flotilla.components.records import record, run_store
+from flotilla.components.records import record as module
 from flotilla.components.records.record import STOPPING, record_stage, run_stage
-from flotilla.components.records.step_record import read, step_records
+from flotilla.components.records.step_record import PublishedRecord, read, step_records
 from flotilla.trainer import events, storage
 from flotilla.trainer.evaluation import evaluate
-from flotilla.trainer.events import StepBegin, StepEnd
+from flotilla.trainer.events import StepBegin, StepEnd, WorkProgress
 from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
@@ -465,3 +468,29 @@ def test_outside_of_a_container_there_is_no_message(tmp_path, monkeypatch):
     with pytest.raises(SystemExit), record_stage("train_model"):
         raise UserError("no room")
     assert not absent.exists()
+
+
+def written(at):
+    return json.loads(storage.read_bytes(storage.join(at, "steps", "prepare_data.json")))
+
+
+def test_a_stage_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.01)
+    seen, write = threading.Event(), PublishedRecord.progress
+
+    def progress(record, metrics):
+        write(record, metrics)
+        seen.set()
+
+    monkeypatch.setattr(PublishedRecord, "progress", progress)
+    at = storage.uri_of(tmp_path)
+    with record_stage("prepare_data", at) as record:
+        events.emit(WorkProgress(what="reading", unit="rows", done=3, total=4, share=0.75))
+        assert seen.wait(10)
+        found = written(at)
+        record.output.done("gs://b/d", {"train": 4})
+    assert (found["status"], found["ended"]) == ("running", None)
+    assert found["metrics"] == {
+        "progress": "reading: 75 %  3/4 rows", "share": 0.75, "seconds_left": -1.0,
+    }  # fmt: skip
+    assert written(at)["metrics"] == {"train": 4}

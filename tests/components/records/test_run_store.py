@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flotilla.components import resolve_config
+from flotilla.components import prepare_data
 from flotilla.components.records import run_store
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.load import parse_config
@@ -51,7 +51,7 @@ def crowned(root, folder, text, checkpoint=None):
 
 def warm(word, root):
     config = parse_config({"name": NAME, "training": {"warm_start": word}})
-    return resolve_config.add_champion(config, root).training.warm_start
+    return prepare_data.add_champion(config, root).training.warm_start
 
 
 def emitted(tmp_path):
@@ -181,13 +181,13 @@ class Nights:
         return self.resume()
 
     def resume(self):
-        config = resolve_config.add_listing(self.config(), self.root)
+        config = prepare_data.add_listing(self.config(), self.root)
         trained.begin(config, self.root, f"run-{self._number}")
-        earlier = resolve_config.find_finished_run(config, self.root)
+        earlier = prepare_data.find_finished_run(config, self.root)
         return list(listing.list_spans(self.root, config.data.version)), earlier
 
     def finish(self, word="promoted"):
-        config = resolve_config.add_listing(self.config(), self.root)
+        config = prepare_data.add_listing(self.config(), self.root)
         trained.end(self.root, f"run-{self._number}", word)
         version = config.data.version
         self._made.mkdir(exist_ok=True)
@@ -235,29 +235,29 @@ def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
 def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.come(1)
     with pytest.raises(UserError, match=r"no file|nothing at"):
-        resolve_config.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
+        prepare_data.add_listing(nights.config(source=str(nights.files / "t.csv")), nights.root)
     nights.resume()
     for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
         with pytest.raises(
             ConfigError,
             match=r"the files that it started with: .*; start a new run to use ",
         ):
-            resolve_config.add_listing(nights.config(**other), nights.root)
+            prepare_data.add_listing(nights.config(**other), nights.root)
     assert nights.resume() == (["1"], "")
     monkeypatch.chdir(nights.files)
-    resolve_config.add_listing(nights.config(source="s-{SPAN}.csv"), nights.root)
+    prepare_data.add_listing(nights.config(source="s-{SPAN}.csv"), nights.root)
 
 
 def test_another_configuration_is_something_new(nights):
     nights.come(1)
     nights.begin()
     nights.finish()
-    config = resolve_config.add_listing(nights.config(), nights.root)
+    config = prepare_data.add_listing(nights.config(), nights.root)
     for changed in ({"steps": 7}, {"when_unchanged": "train"}):
         other = config.model_copy(update={"training": config.training.model_copy(update=changed)})
-        assert resolve_config.find_finished_run(other, nights.root) == ""
+        assert prepare_data.find_finished_run(other, nights.root) == ""
 
 
 def test_files_that_are_named_by_their_digest_are_not_listed(nights):
     named = nights.config(version="0" * 32)
-    assert resolve_config.add_listing(named, nights.root) == named
+    assert prepare_data.add_listing(named, nights.root) == named

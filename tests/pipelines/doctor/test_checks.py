@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import yaml
 
-from flotilla.components.jobset.engine import KIND as JOBSET
-from flotilla.components.kubernetes.api.rbac import LAUNCHER, TRAINER, required_rules
-from flotilla.components.tfjob.engine import KIND
+from flotilla.components.kubernetes.jobset import KIND as JOBSET
+from flotilla.components.kubernetes.requirements import LAUNCHER, TRAINER, required_rules
+from flotilla.components.kubernetes.tfjob import KIND
 from flotilla.pipelines.doctor.checks import _answers
 from flotilla.trainer.tracking import addresses, hub, mlflow_run
 from flotilla.trainer.tracking.hub import Hub

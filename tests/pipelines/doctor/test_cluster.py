@@ -6,7 +6,7 @@ import tomllib
 import pytest
 from kubernetes.config import kube_config
 
-from flotilla.components.jobset.engine import KIND
+from flotilla.components.kubernetes.jobset import KIND
 from flotilla.pipelines.doctor import cluster
 from flotilla.pipelines.doctor.cluster import CONTROLLERS
 from tests.conftest import ROOT

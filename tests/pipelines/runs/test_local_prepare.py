@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from flotilla.components import resolve_config
+from flotilla.components import prepare_data
 from flotilla.components.records import run_store
 from flotilla.pipelines.runs import local_status
 from flotilla.trainer import storage
@@ -129,7 +129,7 @@ def test_a_night_without_news_asks_for_no_cluster(tmp_path, monkeypatch):
     path, workdir = tmp_path / "s.yaml", tmp_path / "runs"
     path.write_text(f"data:\n  source: {tmp_path}/s-{{SPAN}}.csv\n")
     root = storage.uri_of(workdir)
-    config = resolve_config.add_listing(load_config(path), root)
+    config = prepare_data.add_listing(load_config(path), root)
     trained.begin(config, root, "first")
     trained.end(root, "first", "promoted")
     again = call("run", workdir, str(path), cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Tests that a pod's guard starts the task, forwards signals and ends orphans."""
+"""Tests that a guard starts the task, forwards signals, ends orphans and reports names."""
 
 import json
 import os
@@ -15,15 +15,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.client import Api
-from flotilla.components.kubernetes.pods.guard import Guard, _grace_seconds
-from flotilla.components.kubernetes.pods.launcher_watch import Ending, HeartbeatAge, _look
-from flotilla.components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
+from flotilla.components.kubernetes.client import Api
+from flotilla.components.kubernetes.pods.guard import (
+    NAMES_SECONDS,
+    Guard,
+    PeerNames,
+    _grace_seconds,
+)
+from flotilla.components.kubernetes.pods.shutdown import (
+    Ending,
+    HeartbeatAge,
+    ShutdownConnection,
+    ShutdownServer,
+    _look,
+)
 from flotilla.components.kubernetes.pods.task_process import TaskProcess
 from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.topology import Task
+from flotilla.trainer.config.topology import Cluster, Task
 from tests.components.kubernetes.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 
@@ -38,6 +48,12 @@ ENDS_AT_SIGTERM = (
 SERVES = "import time; print('ready', flush=True); time.sleep(1000)"
 MODULE = "flotilla.components.kubernetes.pods.guard"
 CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
+
+
+@pytest.fixture(autouse=True)
+def _own_port(port, monkeypatch):
+    """Keep the leader's guard from listening on the default port, which the pods of others use."""
+    monkeypatch.setenv("FLOTILLA_GUARD_PORT", str(port))
 
 
 def tf_config(role):
@@ -132,16 +148,15 @@ def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
         assert process.stdout.read() == '{"name": "a"} False\n'
 
 
-def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path, port):
+def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path):
     os.mkfifo(tmp_path / "go")
     saving = ENDS_AT_SIGTERM.replace(
         "term.wait()", "term.wait(); print('saving', flush=True); open('go').read()"
     )
     serves = f"import os; open('server', 'w').write(str(os.getpid()))\n{SERVES}"
-    more = {"FLOTILLA_GUARD_PORT": str(port)}
     with (
-        guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
-        guard(tmp_path, serves, TF_CONFIG=tf_config("ps"), **more) as server,
+        guard(tmp_path, saving, TF_CONFIG=tf_config("chief")) as chief,
+        guard(tmp_path, serves, TF_CONFIG=tf_config("ps")) as server,
     ):
         for process in (chief, server):
             process.send_signal(signal.SIGTERM)
@@ -162,17 +177,16 @@ def test_wrong_usage_is_one_line(tmp_path):
         assert exit_code_of(process) == 0
 
 
-def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path, port):
+def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
     saving = ENDS_AT_SIGTERM.replace(
         "term.wait()", "term.wait(); print('saving', flush=True); input()"
     )
     saving = f"import sys; sys.stdin = open(0)\n{saving}"
     os.mkfifo(tmp_path / "go")
     saving = saving.replace("input()", "open('go').read()")
-    more = {"FLOTILLA_GUARD_PORT": str(port)}
     with (
-        guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
-        guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps"), **more) as server,
+        guard(tmp_path, saving, TF_CONFIG=tf_config("chief")) as chief,
+        guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps")) as server,
     ):
         for process in (chief, server):
             process.send_signal(signal.SIGTERM)
@@ -183,9 +197,8 @@ def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path, port):
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-def test_a_parameter_server_without_a_leader_ends(tmp_path, port):
-    more = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": str(port)}
-    with guard(tmp_path, SERVES, **more) as server:
+def test_a_parameter_server_without_a_leader_ends(tmp_path):
+    with guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps")) as server:
         server.send_signal(signal.SIGTERM)
         assert exit_code_of(server) == 128 + signal.SIGTERM
 
@@ -204,12 +217,11 @@ sys.exit(guard.main(["--", sys.executable, "-c", "import time; time.sleep(600)"]
 """
 
 
-def test_a_signal_at_the_start_of_the_task_ends_it(tmp_path, port):
-    variables = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": str(port)}
+def test_a_signal_at_the_start_of_the_task_ends_it(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ASKED_AT_ONCE],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TF_CONFIG": tf_config("ps")},
         stdout=subprocess.DEVNULL,
         check=False,
     )
@@ -233,7 +245,7 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down(port
 
 
 @pytest.fixture
-def watched(kube, port):
+def watched(kube):
     """Return the environment variables of the leading pod of a job with a heartbeat."""
     job = {"metadata": {"name": "job"}, "spec": {"runPolicy": {}, "tfReplicaSpecs": {}}}
     uid = kube.store.create("tfjobs", NAMESPACE, job)["metadata"]["uid"]
@@ -244,7 +256,6 @@ def watched(kube, port):
     return {
         "KUBECONFIG": str(kube.kubeconfig),
         **limit(1),
-        "FLOTILLA_GUARD_PORT": str(port),
         "TF_CONFIG": tf_config("chief"),
     }
 
@@ -412,3 +423,59 @@ def test_the_age_counts_only_time_in_which_the_same_heartbeat_was_read(course):
             assert found >= 0.0
         assert abs(found - expected) < 1e-6
         readable = True
+
+
+PEERS = Cluster(
+    addresses={"chief": ("a-chief-0-0.a:2222",), "ps": ("a-ps-0-0.a:2222", "a-ps-1-0.a:2222")}
+)
+
+
+class Resolver:
+    """A resolver that knows only the given names; `at` is the current time in seconds."""
+
+    def __init__(self, *known: str) -> None:
+        self.known, self.asked, self.at = set(known), [], 0.0
+
+    def __call__(self, name: str, _port: int) -> None:
+        self.asked.append(name)
+        if name not in self.known:
+            raise OSError(-2, "Name or service not known")
+
+    def clock(self) -> float:
+        return self.at
+
+
+@pytest.fixture
+def resolver():
+    return Resolver("a-chief-0-0.a")
+
+
+@pytest.fixture
+def peers(resolver):
+    return PeerNames(PEERS, resolver, resolver.clock)
+
+
+def test_names_that_never_resolve_are_said_once_by_name(resolver, peers, caplog):
+    assert peers.look()
+    assert not caplog.messages
+    resolver.at = NAMES_SECONDS
+    for _ in range(3):
+        assert peers.look()
+    assert caplog.messages == [f"{names.UNRESOLVED}a-ps-0-0.a, a-ps-1-0.a"]
+    assert resolver.asked.count("a-chief-0-0.a") == 1
+
+
+def test_that_they_resolve_later_is_said_as_well(resolver, peers, caplog):
+    resolver.at = NAMES_SECONDS
+    assert peers.look()
+    resolver.known |= {"a-ps-0-0.a", "a-ps-1-0.a"}
+    assert not peers.look()
+    assert caplog.messages[1:] == [names.RESOLVED]
+
+
+def test_names_that_resolve_in_time_are_not_mentioned(resolver, peers, caplog):
+    peers.look()
+    resolver.known |= {"a-ps-0-0.a", "a-ps-1-0.a"}
+    resolver.at = 10 * NAMES_SECONDS
+    assert not peers.look()
+    assert not caplog.messages

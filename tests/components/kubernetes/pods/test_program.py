@@ -1,19 +1,26 @@
 """Tests the pods of a user's program: its container, the agent's container, and their variables."""
 
 import json
+import subprocess
+import sys
+import threading
+from unittest.mock import create_autospec
 
 import pytest
 import yaml
 
-from flotilla.components.jobset.engine import JobSets
-from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.native_sidecars import describe_lack, require_sidecars
-from flotilla.components.kubernetes.pods import pod_state
+from flotilla.components.kubernetes.jobset import JobSets
+from flotilla.components.kubernetes.pods import pod_state, shutdown
+from flotilla.components.kubernetes.pods.program_agent import Reaction
+from flotilla.components.kubernetes.pods.shutdown import ShutdownServer
 from flotilla.components.kubernetes.pods.template import Place
+from flotilla.components.kubernetes.requirements import describe_lack, require_sidecars
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.components.launchers import render_job
-from flotilla.components.tfjob.engine import TFJobs
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.program.agent import Agent
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, ConfigError
 from tests.components.kubernetes.attempts import job_of
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.containers import expanded
@@ -43,9 +50,8 @@ def made(engine, program=None, **cluster):
     own = {"command": WORDS, "roles": {"ps": 1, "worker": 2}, **(program or {})}
     job = job_of({"program": own, "cluster": cluster})
     place = Place(namespace="team", variables={"AWS_REGION": "eu-1", "MLFLOW_RUN_ID": "r"})
-    label = f"{names.APP}component"
     templates = engine.templates(engine.manifest(job, place))
-    return {each["metadata"]["labels"][label]: each["spec"] for each in templates}
+    return {role: each["spec"] for role, each in templates.items()}
 
 
 def env(container):
@@ -225,3 +231,80 @@ def test_the_logs_of_both_containers_are_followed():
     assert pod_state.has_started(pod, "flotilla-agent")
     assert not pod_state.has_started(pod)
     assert pod_state.restart_count(pod, "flotilla-agent") == 2
+
+
+LEADER, SERVER = Task(role="worker", index=0), Task(role="ps", index=0)
+CLUSTER = Cluster(addresses={"ps": ("localhost:1",), "worker": ("localhost:2",)})
+
+
+@pytest.fixture
+def agent():
+    return create_autospec(Agent, instance=True)
+
+
+@pytest.fixture(autouse=True)
+def server(monkeypatch):
+    """Replace the leader's server, which would hold the default port until this process ends."""
+    made = create_autospec(ShutdownServer, instance=True)
+    monkeypatch.setattr(shutdown, "ShutdownServer", lambda _servers: made)
+    return made
+
+
+def test_the_leader_stops_at_once(agent):
+    reaction = Reaction(CLUSTER, LEADER, 10)
+    reaction.agent = agent
+    reaction.take(15)
+    agent.stop.assert_called_once_with()
+
+
+def test_a_server_waits_for_the_leader(agent, monkeypatch):
+    waits = []
+
+    class Connection:
+        def __init__(self, host):
+            self.host = host
+
+        def wait(self, _notice, timeout):
+            waits.append((self.host, timeout))
+            assert not agent.stop.called
+
+    monkeypatch.setattr(shutdown, "ShutdownConnection", Connection)
+    reaction = Reaction(CLUSTER, SERVER, 10)
+    reaction.agent = agent
+    reaction.take(15)
+    agent.begin_no_more.assert_called_once_with()
+    for thread in threading.enumerate():
+        if "(end)" in thread.name:
+            thread.join(10)
+    assert waits == [("localhost", 10)]
+    agent.stop.assert_called_once_with()
+
+
+@pytest.mark.parametrize("code", [DONE, BEGIN_AGAIN])
+def test_only_the_end_of_a_leader_that_is_done_is_announced(code, server):
+    Reaction(CLUSTER, LEADER, 10).finish(code)
+    assert server.announce.called == (code == DONE)
+
+
+def test_a_job_that_is_asked_to_end_fails_so_that_no_pod_comes_again(agent):
+    reaction = Reaction(CLUSTER, LEADER, 10)
+    reaction.agent = agent
+    reaction.end_job("no heartbeat")
+    agent.stop.assert_called_once_with("no heartbeat", code=FAILED)
+    # Because of this flag, the agent deletes the job after the program's container has ended.
+    assert reaction.ends_job
+
+
+def test_a_pod_without_its_cluster_is_refused_in_one_line(tmp_path):
+    module = "flotilla.components.kubernetes.pods.program_agent"
+    found = subprocess.run(
+        [sys.executable, "-m", module, "--dataset", "d", "--checkpoints", "c"],
+        cwd=tmp_path,
+        env={"TF_CONFIG": json.dumps({}), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == USAGE
+    assert found.stderr.splitlines()[-1].startswith("agent: TF_CONFIG: 'cluster' must map roles")

@@ -4,13 +4,13 @@ import json
 
 import pytest
 
-from flotilla.components.jobset.engine import JobSets
 from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes.adoption import isolate, network_policy
+from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.names import NETWORK_POLICIES
-from flotilla.components.kubernetes.owned_objects import isolate, network_policy
 from flotilla.components.kubernetes.pods.shutdown import PORT as GUARD_PORT
 from flotilla.components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place
-from flotilla.components.tfjob.engine import TFJobs
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from flotilla.trainer.config.cluster import TASK_PORTS
 from flotilla.trainer.config.load import parse_config
@@ -25,9 +25,7 @@ def made(engine, port, strategy="async_parameter_server", **kubernetes):
     job = job_of({"training": {"strategy": strategy}, "cluster": cluster})
     tree = engine.manifest(job, Place(namespace="team"))
     tree["metadata"]["uid"] = "0123456789"
-    label = f"{names.APP}component"
-    templates = engine.templates(tree)
-    return tree, {each["metadata"]["labels"][label]: each for each in templates}
+    return tree, engine.templates(tree)
 
 
 def container(template):

@@ -7,13 +7,15 @@ fail. Therefore the launcher requests a stop through the job's lease and does no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.client import Api
-from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
+from flotilla.components.kubernetes.engine import (
+    Engine,
+    JobEnd,
+    condition,
+    condition_message,
+)
 from flotilla.components.kubernetes.names import JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
@@ -21,12 +23,9 @@ from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
     drop_empty,
-    labels,
-    launcher_variables,
     pod_template,
     replicas,
 )
-from flotilla.components.kubernetes.stop import Stop
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.kubernetes import JobConfig
 from flotilla.trainer.config.schema import Config
@@ -54,45 +53,8 @@ PORT_NAME = "tfjob-port"
 INDEX_LABEL = "training.kubeflow.org/replica-index"
 # Variable with the pod's namespace, which is part of the task addresses of a user's program.
 _NAMESPACE = "FLOTILLA_NAMESPACE"
-
-
-def manifest(job: Job, place: Place) -> Tree:
-    """Return the TFJob that trains `job`. Equal arguments give equal TFJobs."""
-    config = job.config
-    settings = config.cluster.kubernetes
-    queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
-    counts = replicas(config)
-    name = names.job_name(config.name, job.checkpoints)
-    namespace = settings.namespace or place.namespace
-    variables = {**place.variables, **launcher_variables(config, KIND, name, namespace)}
-    if sum(counts.values()) == 1 and not config.program.command:
-        # Set TF_CONFIG here, because the operator does not set it for a job with one task.
-        (role,) = counts
-        alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
-        variables["TF_CONFIG"] = alone.tf_config(Task(role=role, index=0))
-    place = replace(place, variables=variables)
-    tree: Tree = {
-        "apiVersion": KIND.resource.api_version,
-        "kind": KIND.kind,
-        "metadata": {
-            "name": name,
-            **({"namespace": namespace} if namespace else {}),
-            "labels": {**settings.job.labels, **queue, **labels(job, "training", LAUNCHER)},
-            "annotations": dict(settings.job.annotations),
-        },
-        "spec": {
-            "runPolicy": _run_policy(settings.job, sum(counts.values())),
-            "tfReplicaSpecs": {
-                REPLICAS[role]: {
-                    "replicas": count,
-                    "restartPolicy": restart_policy(config, role),
-                    "template": _template(job, role, name, counts, place),
-                }
-                for role, count in counts.items()
-            },
-        },
-    }
-    return add_digest(tree)
+# Recognize this failure by its message, because the operator gives the same reason for every one.
+_PAST_DEADLINE = "active longer than specified deadline"
 
 
 def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:
@@ -150,10 +112,6 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return drop_empty(policy)
 
 
-# Recognize this failure by its message, because the operator gives the same reason for every one.
-_PAST_DEADLINE = "active longer than specified deadline"
-
-
 class TFJobs(Engine):
     """The engine for TFJobs."""
 
@@ -163,17 +121,32 @@ class TFJobs(Engine):
     is_strict = False
     fails_with_a_pod = True
 
-    def check(self, config: Config) -> None:
-        """Raise a `ConfigError` for settings that a user's program does not support."""
-        program.check(config)
+    def spec(self, job: Job, name: str, place: Place) -> Tree:
+        """Return the `spec` of the manifest of a job with this name."""
+        config = job.config
+        counts = replicas(config)
+        if sum(counts.values()) == 1 and not config.program.command:
+            # Set TF_CONFIG here, because the operator does not set it for a job with one task.
+            (role,) = counts
+            alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
+            tf_config = {"TF_CONFIG": alone.tf_config(Task(role=role, index=0))}
+            place = replace(place, variables={**place.variables, **tf_config})
+        return {
+            "runPolicy": _run_policy(config.cluster.kubernetes.job, sum(counts.values())),
+            "tfReplicaSpecs": {
+                REPLICAS[role]: {
+                    "replicas": count,
+                    "restartPolicy": restart_policy(config, role),
+                    "template": _template(job, role, name, counts, place),
+                }
+                for role, count in counts.items()
+            },
+        }
 
-    def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the TFJob that trains `job`."""
-        return manifest(job, place)
-
-    def templates(self, tree: Tree) -> Sequence[Tree]:
-        """Return a job's pod templates, one for each role."""
-        return [each["template"] for each in tree["spec"]["tfReplicaSpecs"].values()]
+    def templates(self, tree: Tree) -> dict[str, Tree]:
+        """Return a job's pod templates, keyed by role."""
+        roles = tree["spec"]["tfReplicaSpecs"].items()
+        return {role.lower(): each["template"] for role, each in roles}
 
     def owns(self, uid: str, pod: Tree) -> bool:
         """Return whether a pod belongs to the job with this uid."""
@@ -194,19 +167,11 @@ class TFJobs(Engine):
         failed = condition(tree, "Failed")
         if failed is None:
             return None
-        message = " ".join(str(failed.get("message", "")).split())
+        message = condition_message(failed)
         counts = tree.get("status", {}).get("replicaStatuses") or {}
         roles = (str(role).lower() for role, each in counts.items() if (each or {}).get("failed"))
         past = _PAST_DEADLINE in message
         return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
-
-    def is_failing(self, _api: Api, tree: Tree) -> bool:
-        """Return whether the job has failed. The operator reports this before it deletes pods."""
-        return self.end(tree) is not None
-
-    def failure(self, _api: Api, tree: Tree) -> JobEnd:
-        """Return the reason for a failure, taken from the job's condition."""
-        return self.end(tree) or JobEnd(is_done=False)
 
     def is_final(self, config: Config, end: TaskEnd) -> bool:
         """Return whether this exit is final because the role's restart policy does not cover it."""
@@ -214,18 +179,3 @@ class TFJobs(Engine):
         if policy == "ExitCode":
             return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
-
-    def stop(self, tree: Tree) -> Stop:
-        """Return how to stop the job: by the guard of the leading task."""
-        roles = tree["spec"]["tfReplicaSpecs"]
-        role = "Chief" if "Chief" in roles else "Worker"
-        template = roles.get(role, {}).get("template", {})
-        return Stop(KIND, tree, Task(role=role.lower(), index=0), template)
-
-    def bring_back(self, _api: Api, _pod: Tree, /) -> set[str]:
-        """Do nothing, because the operator replaces pods itself."""
-        return set()
-
-    def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
-        """Return the uid of the job, to which the operator attaches its events."""
-        return [tree["metadata"]["uid"]]

@@ -1,4 +1,4 @@
-"""A client of the Kubernetes API for one namespace: connection, objects, and pod logs.
+"""A client of the Kubernetes API for one namespace: objects, pod logs, watches and retries.
 
 Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. Unlike
 that package's watch, this client has a timeout for each line of a stream, and returns a truncated
@@ -8,7 +8,6 @@ last line, which has no newline.
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import logging
 import os
@@ -20,17 +19,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, urlencode
 
+import tenacity
 import urllib3
 from kubernetes import client, config
 from kubernetes.client.rest import RESTClientObject
 
-from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.names import PODS, Resource, Tree
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.components.kubernetes.names import CONTAINER, PODS, JobKind, Resource, Tree
+from flotilla.trainer.runtime.errors import TransientError, UserError
 from flotilla.trainer.runtime.json_records import parse_number
 
+log = logging.getLogger(__name__)
 _SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 # Number of connections that the pool keeps open. A large job needs one for each task's log.
 _CONNECTIONS = 256
@@ -46,9 +47,11 @@ _RETRYABLE = (
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
+FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 # The message of the API server's error 500 if the webhook of a job controller (the training
 # operator or JobSet) does not respond.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +96,7 @@ def _service_account(token: str) -> str:
         body = token.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
         *_, kind, _, name = claims["sub"].split(":")
-    except (IndexError, KeyError, ValueError, binascii.Error):
+    except (IndexError, KeyError, ValueError):
         return ""
     return name if kind == "serviceaccount" else ""
 
@@ -169,11 +172,8 @@ class Api:
 
     def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
         """Delete an object and its dependents. Ignore a missing object, or one with another uid."""
-        body: Tree = {
-            "kind": "DeleteOptions",
-            "apiVersion": "v1",
-            "propagationPolicy": "Background",
-        }
+        body: Tree = {"kind": "DeleteOptions", "apiVersion": "v1"}
+        body["propagationPolicy"] = "Background"
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
@@ -221,7 +221,7 @@ class Api:
             if line.endswith("\n"):
                 yield json.loads(line)
 
-    def recent_log(self, pod: str, seconds: int, container: str = names.CONTAINER) -> Iterator[str]:
+    def recent_log(self, pod: str, seconds: int, container: str = CONTAINER) -> Iterator[str]:
         """Yield the lines that a pod's container logged in the last `seconds` seconds."""
         query = {"container": container, "sinceSeconds": str(seconds)}
         return self._lines(f"{self._path(PODS, pod)}/log", query)
@@ -326,10 +326,6 @@ def _make_error(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     return RefusedError(answer.status, text, is_unserved=is_unserved)
 
 
-log = logging.getLogger(__name__)
-FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
-
-
 class Watch(threading.Thread):
     """A daemon thread that reports every object that is added, modified or deleted.
 
@@ -349,11 +345,8 @@ class Watch(threading.Thread):
     ) -> None:
         """Store the arguments. Objects in `known` that no longer exist are reported as deleted."""
         super().__init__(name=f"watch {resource.plural}", daemon=True)
-        self._api = api
-        self._resource = resource
-        self._query = query
-        self._on_event = on_event
-        self._on_refused = on_refused
+        self._api, self._resource, self._query = api, resource, query
+        self._on_event, self._on_refused = on_event, on_refused
         self._known = {item["metadata"]["uid"]: item for item in known}
         self._version = ""
         self._wait = FIRST_WAIT
@@ -407,3 +400,97 @@ class Watch(threading.Thread):
         else:
             self._known[item["metadata"]["uid"]] = item
         self._on_event(item, deleted)
+
+
+def call_with_retry(
+    call: Callable[[], _Result],
+    seconds: float,
+    sleep: Callable[[float], None],
+    kind: JobKind | None = None,
+    silent_seconds: float = 0.0,
+) -> _Result:
+    """Make an API call, retry it while the API does not respond, and return the result.
+
+    Args:
+        call: the request; it is retried only after an `UnreachableError`.
+        seconds: how long to retry; 0 means forever.
+        sleep: waits between two attempts, and may raise an exception to stop retrying.
+        kind: kind of the job in the request, for the error message.
+        silent_seconds: how long to retry while the controller's webhook is silent; 0: `seconds`.
+
+    Raises:
+        TransientError: the API or the controller did not respond in time.
+    """
+    backoff = tenacity.wait_random_exponential(multiplier=0.5, max=LONGEST_WAIT)
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        limit = (isinstance(_error(state), SilentControllerError) and silent_seconds) or seconds
+        return bool(limit) and (state.seconds_since_start or 0.0) >= limit
+
+    def pause(state: tenacity.RetryCallState) -> float:
+        return max(backoff(state), getattr(_error(state), "retry_after", 0.0))
+
+    def warn(state: tenacity.RetryCallState) -> None:
+        is_silent = isinstance(_error(state), SilentControllerError)
+        what = "the controller does not respond" if is_silent else "the API is unreachable"
+        log.warning("%s; retrying: %s", what, _error(state))
+
+    retrying = tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(UnreachableError),
+        wait=pause,
+        stop=stop,
+        sleep=sleep,
+        before_sleep=warn,
+        reraise=True,
+    )
+    try:
+        return retrying(call)
+    except SilentControllerError as error:
+        raise TransientError(
+            silent_controller(kind, silent_seconds or seconds, str(error))
+        ) from None
+    except UnreachableError as error:
+        raise TransientError(unreachable(seconds, str(error))) from None
+
+
+def _error(state: tenacity.RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
+
+
+def describe_refusal(error: RefusedError, kind: JobKind) -> str:
+    """Return the message for a request that the API refused, with a suggested fix."""
+    remedy = ""
+    if error.is_unserved:
+        remedy = kind.remedy
+    elif error.is_of_unknown_fields:
+        remedy = kind.outdated
+    elif error.is_missing:
+        remedy = "correct the namespace; `flotilla doctor` shows which one does not exist"
+    elif error.is_forbidden and " cannot " in str(error):
+        remedy = "grant the step's service account the permissions in deploy/"
+    return "; ".join(filter(None, [f"the Kubernetes API refused a request: {error}", remedy]))
+
+
+def describe_foreign_deletion(job: str) -> str:
+    """Return the message for a job that was deleted by someone other than this launcher."""
+    return (
+        f"another user or program deleted the job {job}, which ended the run; to continue from its "
+        "newest checkpoint, use Retry in the KFP UI or `flotilla run --resume`"
+    )
+
+
+def silent_controller(kind: JobKind | None, seconds: float, detail: str) -> str:
+    """Return the message for a controller that has ignored a job for `seconds`."""
+    look = f"; check whether it is running: {kind.show}" if kind else ""
+    return (
+        f"the {kind.controller if kind else 'controller'} has not reacted for {seconds:g} s "
+        f"(cluster.kubernetes.deadlines.operator): {detail}{look}"
+    )
+
+
+def unreachable(seconds: float, detail: str) -> str:
+    """Return the message for an API that has been unreachable for `seconds`."""
+    return (
+        f"the Kubernetes API has not answered for {seconds:g} s "
+        f"(cluster.kubernetes.deadlines.unreachable): {detail}"
+    )

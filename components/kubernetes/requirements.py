@@ -1,23 +1,30 @@
-"""The Kubernetes permissions that Flotilla needs. `deploy/base/rbac.yaml` grants them.
+"""What Flotilla needs from a cluster: permissions, and native sidecars for a user's program.
 
-The launcher checks them before it creates a job. Without the permissions on leases, the guard of
-the leading task would mistake a healthy job for an orphan.
+`deploy/base/rbac.yaml` grants the permissions. The launcher checks them before it creates a job.
+Without the permissions on leases, the guard of the leading task would mistake a healthy job for an
+orphan. Native sidecars (Kubernetes 1.29, KEP-753) are init containers that keep running. An older
+API server drops the field that marks them, and then the user's program never starts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.client import Api, RefusedError, UnreachableError
 from flotilla.components.kubernetes.names import JobKind, Tree
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 BASE = "deploy/base"
 FILE = f"{BASE}/rbac.yaml"
 LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
 REVIEWS = "/apis/authorization.k8s.io/v1"
+# The oldest version of Kubernetes with native sidecars.
+OLDEST = (1, 29)
+_VERSION = re.compile(r"v?(\d+)\.(\d+)")
 WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
 
 
@@ -43,48 +50,46 @@ class Permission:
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
-POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 # Without this permission, tasks of other Flotilla jobs in the namespace can reach the job.
-ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
-_LEASES = "coordination.k8s.io"
-# The launcher deletes the child Job of a lost pod, so that the controller recreates it immediately.
-_JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
+ISOLATION = Permission("create", "networkpolicies", "networking.k8s.io", is_optional=True)
 
 
 def required_rules(role: str, kind: JobKind) -> tuple[Permission, ...]:
     """Return the permissions that a role needs for this kind of job."""
-    resource = kind.resource
-
-    def job_permissions(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
-        return tuple(
-            Permission(verb, resource.plural, resource.group, is_optional) for verb in verbs
-        )
-
-    def lease_permissions(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
-        return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
-
+    jobs = (kind.resource.plural, kind.resource.group)
+    leases = ("leases", "coordination.k8s.io")
     if role == TRAINER:
         # Without these permissions, an abandoned job runs until its deadline, and a canceled job
         # may end without a last checkpoint.
         return (
-            *job_permissions("delete", is_optional=True),
-            *lease_permissions("get", "list", "watch", is_optional=True),
+            *_permissions("delete", *jobs, is_optional=True),
+            *_permissions("get list watch", *leases, is_optional=True),
         )
+    # The launcher deletes the child Job of a lost pod, so that the controller recreates it
+    # immediately. It reads Services to detect one of another owner in advance.
+    of_child_jobs = (
+        *_permissions("delete list", "jobs", "batch", is_optional=True),
+        *_permissions("get", "services", is_optional=True),
+    )
     return (
-        *job_permissions("create", "delete", "get", "list", "patch", "watch"),
-        *lease_permissions("create", "get", "patch"),
-        *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
-        Permission("get", "pods/log"),
-        *(_JOBS if kind.has_child_jobs else ()),
-        # Without this permission, the launcher cannot detect a Service of another owner in advance.
-        *((Permission("get", "services", is_optional=True),) if kind.has_child_jobs else ()),
+        *_permissions("create delete get list patch watch", *jobs),
+        *_permissions("create get patch", *leases),
+        *_permissions("get list watch", "pods"),
+        *_permissions("get", "pods/log"),
+        *(of_child_jobs if kind.has_child_jobs else ()),
         # Without this permission, failure reports contain no events.
-        Permission("list", "events", is_optional=True),
+        *_permissions("list", "events", is_optional=True),
         ISOLATION,
     )
 
 
-def require(api: Api, namespace: str, kind: JobKind) -> None:
+def _permissions(
+    verbs: str, resource: str, group: str = "", *, is_optional: bool = False
+) -> tuple[Permission, ...]:
+    return tuple(Permission(verb, resource, group, is_optional) for verb in verbs.split())
+
+
+def require_permissions(api: Api, namespace: str, kind: JobKind) -> None:
     """Raise a `UserError` if permissions are missing. Do nothing if the API cannot review them."""
     asked = [each for each in required_rules(LAUNCHER, kind) if not each.is_optional]
     try:
@@ -149,3 +154,34 @@ def may(
 
 def _body(group: str, kind: str) -> Tree:
     return {"apiVersion": f"{group}.k8s.io/v1", "kind": kind}
+
+
+def needs_sidecars(config: Config) -> bool:
+    """Return whether the pods of a run have an agent next to the user's program."""
+    return bool(config.program.command and config.program.python)
+
+
+def describe_lack(version: str) -> str:
+    """Return why this Kubernetes version cannot run a program, or "" if it can or is unknown."""
+    found = _VERSION.match(version)
+    if not found or (int(found[1]), int(found[2])) >= OLDEST:
+        return ""
+    oldest = ".".join(map(str, OLDEST))
+    return (
+        f"program.command: Flotilla's agent needs native sidecars, which Kubernetes "
+        f"{found[1]}.{found[2]} does not have: update Kubernetes to {oldest} or later, or set "
+        "program.python to an empty string to run without the agent"
+    )
+
+
+def require_sidecars(api: Api, config: Config) -> None:
+    """Raise a `ConfigError` if the cluster is too old for the run's program."""
+    if not needs_sidecars(config):
+        return
+    try:
+        version = str(api.read("/version").get("gitVersion", ""))
+    except RefusedError:
+        # Assume that the version is new enough if the caller lacks the permission to read it.
+        return
+    if lack := describe_lack(version):
+        raise ConfigError(lack)

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from hypothesis import strategies as st
 
-from flotilla.components.jobset.engine import JobSets, manifest
-from flotilla.components.kubernetes import names, owned_objects
+from flotilla.components.kubernetes import adoption, names
+from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.pods.template import Place, leading, replicas
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
@@ -60,7 +60,7 @@ def job_of(config: Config) -> Job:
 
 
 def made(tree=None, place=PLACE):
-    return manifest(job_of(parse_config(tree or {})), place)
+    return JobSets().manifest(job_of(parse_config(tree or {})), place)
 
 
 def roles_of(tree):
@@ -142,7 +142,7 @@ def test_the_schema_sees_a_field_that_is_unknown(schema):
 def test_every_configuration_meets_the_rules_of_jobset_and_kubernetes(tree):
     config = parse_config(tree)
     JobSets().check(config)
-    job = manifest(job_of(config), PLACE)
+    job = JobSets().manifest(job_of(config), PLACE)
     refuse_what_kubernetes_refuses(job)
     roles, name = roles_of(job), job["metadata"]["name"]
     assert {role: each["replicas"] for role, each in roles.items()} == replicas(config)
@@ -278,7 +278,7 @@ def test_the_digest_is_that_of_the_job_and_not_of_its_isolation():
     first, other = made(), made({"training": {"steps": 7}})
     assert digest(first) == digest(made()) != digest(other)
     isolated = made()
-    owned_objects.isolate(JobSets().templates(isolated))
+    adoption.isolate(JobSets().templates(isolated).values())
     for role in roles_of(isolated):
         assert template(isolated, role)["metadata"]["labels"]["flotilla/network"] == "job"
     assert digest(isolated) == digest(first)

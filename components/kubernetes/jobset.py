@@ -13,35 +13,35 @@ from dataclasses import replace
 from typing import Literal
 
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.engine import Engine, JobEnd, add_digest, condition
+from flotilla.components.kubernetes.client import Api, RefusedError, UnreachableError
+from flotilla.components.kubernetes.engine import (
+    Engine,
+    JobEnd,
+    condition,
+    condition_message,
+)
 from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
-from flotilla.components.kubernetes.pods import program
+from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
     drop_empty,
-    labels,
-    launcher_variables,
     leading,
     pod_template,
     replicas,
 )
-from flotilla.components.kubernetes.stop import Stop, SuspendingStop
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.kubernetes import JobConfig
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime.errors import DONE, RETRYABLE, ConfigError
 
 LAUNCHER: Literal["jobset"] = "jobset"
-# Labels that JobSet sets on child Jobs and pods.
-NAME_LABEL, UID_LABEL = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/jobset-uid"
+# Label that JobSet sets on child Jobs and pods.
+UID_LABEL = "jobset.sigs.k8s.io/jobset-uid"
 KIND = JobKind(
     resource=Resource("jobsets", "jobset.x-k8s.io", "v1alpha2"),
     kind="JobSet",
-    label=NAME_LABEL,
+    label="jobset.sigs.k8s.io/jobset-name",
     controller="JobSet controller",
     show=("kubectl get deployments --all-namespaces --selector app.kubernetes.io/name=jobset"),
     remedy=(
@@ -58,53 +58,19 @@ PORT_NAME = "grpc"
 # The default `backoffLimit` of each child Job. It is high enough to have no effect:
 # Flotilla itself limits the total number of failures of all tasks.
 BACKOFF_LIMIT = 1000
+INDEX_LABEL = "jobset.sigs.k8s.io/job-index"
+# The reason that the Job controller gives if a Job exceeds its active deadline.
+_PAST_DEADLINE = "DeadlineExceeded"
+# Maximum number of child Jobs whose events are read. Idle Jobs usually fail for the same reason.
+_REPORTERS = 10
 
 
-def manifest(job: Job, place: Place) -> Tree:
-    """Return the JobSet that trains `job`. Equal arguments give equal JobSets."""
-    config = job.config
-    settings = config.cluster.kubernetes
-    queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
-    name = names.job_name(config.name, job.checkpoints)
-    namespace = settings.namespace or place.namespace
-    variables = {**place.variables, **launcher_variables(config, KIND, name, namespace)}
-    place = replace(place, variables=variables)
-    counts = replicas(config)
-    leader = leading(config)
-    tree: Tree = {
-        "apiVersion": KIND.resource.api_version,
-        "kind": KIND.kind,
-        "metadata": {
-            "name": name,
-            **({"namespace": namespace} if namespace else {}),
-            "labels": {**settings.job.labels, **queue, **labels(job, "training", LAUNCHER)},
-            "annotations": dict(settings.job.annotations),
-        },
-        "spec": drop_empty(
-            {
-                "suspend": settings.job.suspend or None,
-                "ttlSecondsAfterFinished": settings.job.ttl_seconds,
-                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-                "successPolicy": {"operator": "All", "targetReplicatedJobs": [leader.role]},
-                "replicatedJobs": [
-                    {
-                        "name": role,
-                        "replicas": count,
-                        "template": _job(job, role, name, counts, place),
-                    }
-                    for role, count in counts.items()
-                ],
-            }
-        ),
-    }
-    return add_digest(tree)
-
-
-def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -> Tree:
+def _job(job: Job, role: str, name: str, place: Place) -> Tree:
     settings = job.config.cluster.kubernetes.job
+    backoff_limit = BACKOFF_LIMIT if settings.backoff_limit is None else settings.backoff_limit
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     template["spec"]["restartPolicy"] = "OnFailure" if role == "evaluator" else "Never"
-    addresses = _addresses(role, name, counts)
+    addresses = _addresses(role, name, replicas(job.config))
     label = f"metadata.labels['{INDEX_LABEL}']"
     program.set_task(template["spec"], job.config, role, addresses, {program.INDEX_VARIABLE: label})
     return {
@@ -112,26 +78,12 @@ def _job(job: Job, role: str, name: str, counts: dict[str, int], place: Place) -
             "completionMode": "Indexed",
             "completions": 1,
             "parallelism": 1,
-            "backoffLimit": _backoff_limit(settings),
+            "backoffLimit": backoff_limit,
             "activeDeadlineSeconds": settings.active_deadline_seconds,
             **({} if role == "evaluator" else {"podFailurePolicy": _failure_policy()}),
             "template": template,
         }
     }
-
-
-def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
-    if sum(counts.values()) == 1:
-        return {role: [f"localhost:{PORT}"]}
-    return {
-        each: [f"{name}-{each}-{number}-0.{name}:{PORT}" for number in range(count)]
-        for each, count in counts.items()
-        if each != "evaluator"
-    }
-
-
-def _backoff_limit(settings: JobConfig) -> int:
-    return BACKOFF_LIMIT if settings.backoff_limit is None else settings.backoff_limit
 
 
 def _failure_policy() -> Tree:
@@ -150,10 +102,14 @@ def _failure_policy() -> Tree:
     }
 
 
-# The reason that the Job controller gives if a Job exceeds its active deadline.
-_PAST_DEADLINE = "DeadlineExceeded"
-# Maximum number of child Jobs whose events are read. Idle Jobs usually fail for the same reason.
-_REPORTERS = 10
+def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
+    if sum(counts.values()) == 1:
+        return {role: [f"localhost:{PORT}"]}
+    return {
+        each: [f"{name}-{each}-{number}-0.{name}:{PORT}" for number in range(count)]
+        for each, count in counts.items()
+        if each != "evaluator"
+    }
 
 
 class JobSets(Engine):
@@ -166,7 +122,7 @@ class JobSets(Engine):
 
     def check(self, config: Config) -> None:
         """Raise a `ConfigError` for settings that JobSet or a user's program does not support."""
-        program.check(config)
+        super().check(config)
         settings = config.cluster.kubernetes
         job = settings.job
         if job.scheduling != type(job.scheduling)():
@@ -188,14 +144,29 @@ class JobSets(Engine):
                     f"'{policy}', only '{own}'; remove this key"
                 )
 
-    def manifest(self, job: Job, place: Place) -> Tree:
-        """Return the JobSet that trains `job`."""
-        return manifest(job, place)
+    def spec(self, job: Job, name: str, place: Place) -> Tree:
+        """Return the `spec` of the manifest of a job with this name."""
+        settings = job.config.cluster.kubernetes.job
+        return drop_empty(
+            {
+                "suspend": settings.suspend or None,
+                "ttlSecondsAfterFinished": settings.ttl_seconds,
+                "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
+                "successPolicy": {
+                    "operator": "All",
+                    "targetReplicatedJobs": [leading(job.config).role],
+                },
+                "replicatedJobs": [
+                    {"name": role, "replicas": count, "template": _job(job, role, name, place)}
+                    for role, count in replicas(job.config).items()
+                ],
+            }
+        )
 
-    def templates(self, tree: Tree) -> Sequence[Tree]:
-        """Return a job's pod templates, one for each role."""
+    def templates(self, tree: Tree) -> dict[str, Tree]:
+        """Return a job's pod templates, keyed by role."""
         jobs = tree["spec"]["replicatedJobs"]
-        return [each["template"]["spec"]["template"] for each in jobs]
+        return {each["name"]: each["template"]["spec"]["template"] for each in jobs}
 
     def owns(self, uid: str, pod: Tree) -> bool:
         """Return whether a pod's label contains the uid of this JobSet."""
@@ -214,9 +185,7 @@ class JobSets(Engine):
         if condition(tree, "Completed"):
             return JobEnd(is_done=True)
         failed = condition(tree, "Failed")
-        if failed is None:
-            return None
-        return JobEnd(is_done=False, message=" ".join(str(failed.get("message", "")).split()))
+        return JobEnd(is_done=False, message=condition_message(failed)) if failed else None
 
     def is_failing(self, api: Api, tree: Tree) -> bool:
         """Return whether a child Job is failing.
@@ -229,7 +198,7 @@ class JobSets(Engine):
 
     def failure(self, api: Api, tree: Tree) -> JobEnd:
         """Return how the job ended, and why a child Job failed if one did."""
-        end = self.end(tree) or JobEnd(is_done=False)
+        end = super().failure(api, tree)
         try:
             jobs = self._jobs(api, tree)
         except (RefusedError, UnreachableError):
@@ -237,9 +206,9 @@ class JobSets(Engine):
         failed = [found for found in (condition(job, "Failed") for job in jobs) if found]
         if not failed:
             return end
-        message = " ".join(str(failed[0].get("message", "")).split())
         past = any(each.get("reason") == _PAST_DEADLINE for each in failed)
-        return replace(end, message=f"{end.message}: {message}", is_past_deadline=past)
+        message = f"{end.message}: {condition_message(failed[0])}"
+        return replace(end, message=message, is_past_deadline=past)
 
     def is_final(self, _config: Config, end: TaskEnd) -> bool:
         """Return whether the pod failure policy fails the whole job after this exit of a task."""
@@ -247,14 +216,9 @@ class JobSets(Engine):
             return False
         return DONE < end.code < RETRYABLE
 
-    def stop(self, tree: Tree) -> Stop:
-        """Return how to stop the job: by suspension, or by the guard if Kueue would resume it."""
-        jobs = {each["name"]: each["template"]["spec"] for each in tree["spec"]["replicatedJobs"]}
-        role = "chief" if "chief" in jobs else "worker"
-        template = jobs.get(role, {}).get("template", {})
-        is_queued = names.KUEUE in (tree["metadata"].get("labels") or {})
-        kind_of_stop = Stop if is_queued else SuspendingStop
-        return kind_of_stop(KIND, tree, Task(role=role, index=0), template)
+    def may_suspend(self, tree: Tree) -> bool:
+        """Return whether a suspension stops the job. Kueue would resume its jobs."""
+        return names.KUEUE not in (tree["metadata"].get("labels") or {})
 
     def bring_back(self, api: Api, pod: Tree, /) -> set[str]:
         """Delete the Job of a lost pod. JobSet recreates the Job immediately, without backoff."""
@@ -272,13 +236,5 @@ class JobSets(Engine):
 
     def _jobs(self, api: Api, tree: Tree) -> list[Tree]:
         metadata = tree["metadata"]
-        jobs = api.list_labelled(JOBS, f"{NAME_LABEL}={metadata['name']}")
-        own = metadata["uid"]
-        return [
-            job
-            for job in jobs
-            if own in [each["uid"] for each in job["metadata"].get("ownerReferences") or []]
-        ]
-
-
-INDEX_LABEL = "jobset.sigs.k8s.io/job-index"
+        jobs = api.list_labelled(JOBS, KIND.selector(metadata["name"]))
+        return [job for job in jobs if pod_state.is_owned_by(job, metadata["uid"])]

@@ -19,7 +19,7 @@ from flotilla.components.image import IMAGE, SECRET_KEYS, PodDefaults
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.engine import document
 from flotilla.components.kubernetes.pods.template import Place, leading, pod_template, replicas
-from flotilla.components.tfjob.engine import REPLICAS, TFJobs, manifest
+from flotilla.components.kubernetes.tfjob import REPLICAS, TFJobs
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
@@ -42,7 +42,7 @@ def job_of(config: Config) -> Job:
 
 
 def made(tree=None, place=PLACE):
-    return manifest(job_of(parse_config(tree or {})), place)
+    return TFJobs().manifest(job_of(parse_config(tree or {})), place)
 
 
 def template(tree, role):
@@ -144,7 +144,7 @@ def test_the_operators_own_models_see_a_field_that_is_unknown_or_of_another_type
 @given(tree=configurations)
 def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
     config = parse_config(tree)
-    job = manifest(job_of(config), PLACE)
+    job = TFJobs().manifest(job_of(config), PLACE)
     counts = replicas(config)
     leader = leading(config)
     assert counts[leader.role] >= 1
@@ -164,7 +164,7 @@ def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
         assert len(volumes) == len(mounted)
         env_names = [each["name"] for each in own["env"]]
         assert len(set(env_names)) == len(env_names)
-    assert job == manifest(job_of(parse_config(tree)), PLACE)
+    assert job == TFJobs().manifest(job_of(parse_config(tree)), PLACE)
 
 
 def expanded(text):
@@ -288,7 +288,7 @@ def test_a_job_and_the_pods_of_every_role_have_the_labels_that_kubernetes_recomm
         config=config, dataset="gs://b/d", checkpoints=f"gs://b/{'run ' * 30}/c", workdir=Path()
     )
     for job in (job_of(config), long):
-        tree = manifest(job, PLACE)
+        tree = TFJobs().manifest(job, PLACE)
         run = names.label_value(job.run_id)
         assert tree["metadata"]["labels"].items() >= names.app_labels("training", run).items()
         for role, name in REPLICAS.items():
@@ -310,7 +310,7 @@ def test_without_a_chief_worker_0_leads():
     config = parse_config({"cluster": {"kubernetes": {"chiefless": True}}})
     assert replicas(config) == {"ps": 1, "worker": 2}
     assert str(leading(config)) == "worker-0"
-    job = manifest(job_of(config), PLACE)
+    job = TFJobs().manifest(job_of(config), PLACE)
     # Worker 0 leads the cluster and needs Keras 3.
     assert "TF_USE_LEGACY_KERAS" not in variables(job, "Worker")
     assert variables(job, "PS")["TF_USE_LEGACY_KERAS"] == "1"
@@ -350,7 +350,7 @@ def test_every_setting_of_a_pod_is_used():
 def secrets_of(root, place=PLACE, **pod):
     config = parse_config({"cluster": {"kubernetes": {"pod": pod}}})
     job = Job(config=config, dataset="d", checkpoints=f"{root}/r/c", workdir=Path())
-    env = container(manifest(job, place), "PS")["env"]
+    env = container(TFJobs().manifest(job, place), "PS")["env"]
     references = [each["valueFrom"]["secretKeyRef"] for each in env if "valueFrom" in each]
     return {(each["name"], each["key"]) for each in references}
 

@@ -1,1 +1,0 @@
-"""The TFJob engine, for the Kubeflow training operator."""
