@@ -118,7 +118,6 @@ def choose(job: Job) -> Launcher:
 
 
 def _list_served(namespace: str, run_id: str) -> dict[Engine, list[Tree]]:
-    """Return the engines that the cluster serves, each with its jobs of the run."""
     from flotilla.components.kubernetes import client, names
 
     api = client.Api(client.connect(), namespace)

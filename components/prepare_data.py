@@ -226,7 +226,6 @@ def add_listing(config: Config, root: str) -> Config:
 
 
 def _require_same_source(data: DataConfig) -> None:
-    """Raise a `ConfigError` if a resumed run has already listed another source or other spans."""
     # Compare the absolute path too, because the run may be resumed from another working directory.
     asked = [data.spans, data.source, os.path.abspath(data.source)]
     # If an earlier listing failed, the run has no files yet, so any source is allowed.
@@ -298,7 +297,6 @@ def _choose_model(config: Config, dataset: str) -> Config:
 
 
 def _model_before() -> ModelConfig | None:
-    """Return the model chosen when this run last started training on this machine, if any."""
     with suppress(KeyError, OSError, ValueError, UserError):
         at = storage.uri_of(os.environ[run_store.RUN_FOLDER])
         started = parse_mapping(storage.read_bytes(storage.join(at, run_store.CONFIG)))

@@ -11,15 +11,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 Output = Literal[
-    "dataset",
-    "validation",
-    "checkpoint",
-    "evaluation",
-    "decision",
-    "model",
-    "registration",
+    "dataset", "validation", "checkpoint", "evaluation", "decision", "model", "registration",
     "report",
-]
+]  # fmt: skip
 #: Results of the first step, which decide whether the run trains. `unchanged` means that an earlier
 #: run has already done the same work.
 READY, UNCHANGED, REFUSED = "ready", "unchanged", "refused"

@@ -104,7 +104,6 @@ def _select(config: Config, checkpoints: str, *, needs_model: bool) -> SelectedC
 
 
 def _metrics(found: SelectedCheckpoint) -> dict[str, Any]:
-    """Return the global step that training reached, and the metrics of the selected checkpoint."""
     by = found.best.by if found.best else BY_LOSS
     metrics = {
         "global_step": found.trained,

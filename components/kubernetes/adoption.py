@@ -25,13 +25,7 @@ from flotilla.components.kubernetes.client import (
     describe_refusal,
 )
 from flotilla.components.kubernetes.engine import Engine, is_stop_requested
-from flotilla.components.kubernetes.names import (
-    NETWORK_POLICIES,
-    PODS,
-    SERVICES,
-    JobKind,
-    Tree,
-)
+from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, SERVICES, JobKind, Tree
 from flotilla.trainer.config.kubernetes import DeadlinesConfig
 from flotilla.trainer.runtime.errors import UserError
 
@@ -111,7 +105,6 @@ class Adoption:
             )
 
     def _require_own_service(self, name: str) -> None:
-        """Raise a `UserError` if the Service that the tasks need for DNS has another owner."""
         if not self.kind.has_child_jobs:
             return
         try:
@@ -128,7 +121,6 @@ class Adoption:
             )
 
     def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
-        """Return whether a job has this manifest and is neither finished, stopped nor deleted."""
         annotations = found["metadata"].get("annotations") or {}
         same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
         if not same or found["metadata"].get("deletionTimestamp") or self.engine.end(found):

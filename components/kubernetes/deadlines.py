@@ -231,7 +231,6 @@ def _explain_pods(pods: Collection[Tree], limit: str) -> str:
 
 
 def _start_of_role(role: str, expected: int, pods: Collection[Tree]) -> str:
-    """Return what the tasks of a role are waiting for, or an empty string if all of them run."""
     parts = [f"{expected - len(pods)} not created"] if len(pods) < expected else []
     for stage, what in ((pod_state.QUEUEING, "without a node"), (pod_state.STARTING, "starting")):
         waiting = [pod for pod in pods if pod_state.stage(pod) == stage]

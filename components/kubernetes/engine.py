@@ -299,7 +299,6 @@ def _add_digest(tree: Tree) -> Tree:
 
 
 def _drop_tracker(value: Any) -> Any:
-    """Return a copy of a part of a manifest, without the tracker's variables."""
     if isinstance(value, list):
         return [_drop_tracker(each) for each in value if not _is_of_tracker(each)]
     if isinstance(value, dict):

@@ -141,7 +141,6 @@ class Heartbeat:
         return str(lease["metadata"].get("resourceVersion", ""))
 
     def _take(self) -> None:
-        """Create the lease, or take over the lease of an earlier launcher."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 self._try_to_take()

@@ -14,12 +14,7 @@ from typing import Literal
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.client import Api, RefusedError, UnreachableError
-from flotilla.components.kubernetes.engine import (
-    Engine,
-    JobEnd,
-    condition,
-    condition_message,
-)
+from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, condition_message
 from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd

@@ -33,12 +33,7 @@ from http import HTTPStatus
 
 from flotilla.components.image import DEFAULTS, PodDefaults
 from flotilla.components.kubernetes import names, requirements
-from flotilla.components.kubernetes.adoption import (
-    Adoption,
-    isolate,
-    network_policy,
-    step_pod,
-)
+from flotilla.components.kubernetes.adoption import Adoption, isolate, network_policy, step_pod
 from flotilla.components.kubernetes.client import (
     Api,
     Connection,
@@ -107,9 +102,7 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     engine.check(job.config)
     if job.config.program.command and not job.config.program.python:
         log.warning(program.WITHOUT_AGENT)
-    connection = connect()
-    namespace = job.config.cluster.kubernetes.namespace or connection.namespace
-    _Launch(engine, job, connection, namespace, defaults).run()
+    _Launch(engine, job, connect(), defaults).run()
 
 
 def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
@@ -118,8 +111,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
     If the leading task of a job runs, it is first asked to stop with a last checkpoint. Then its
     guard ends the job, even if this process is killed within seconds.
     """
-    connection = connect()
-    api = Api(connection, settings.namespace or connection.namespace)
+    api = Api(connect(), settings.namespace)
     label = f"{names.RUN}={names.label_value(run_id)}"
     resource = engine.kind.resource
     try:
@@ -152,7 +144,6 @@ def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
 
 
 def _stop(engine: Engine, api: Api, job: Tree) -> None:
-    """Ask the leading task, if it runs, to end with a last checkpoint, and wait for its end."""
     ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
         if is_stop_requested(api, job):
@@ -163,16 +154,10 @@ def _stop(engine: Engine, api: Api, job: Tree) -> None:
 
 
 class _Launch:
-    """Manages the job of a run from creation to deletion, and recreates it after a lost pod."""
-
     def __init__(
-        self,
-        engine: Engine,
-        job: Job,
-        connection: Connection,
-        namespace: str,
-        defaults: PodDefaults,
+        self, engine: Engine, job: Job, connection: Connection, defaults: PodDefaults
     ) -> None:
+        namespace = job.config.cluster.kubernetes.namespace or connection.namespace
         settings = job.config.cluster.kubernetes
         self._engine, self._kind = engine, engine.kind
         self._job, self._settings = job, settings
@@ -240,7 +225,6 @@ class _Launch:
         return created
 
     def _isolate(self) -> None:
-        """Prepare the pods for a network policy of the job, if the launcher may create one."""
         if requirements.may_isolate(self._api, self._namespace):
             self._manifest = copy.deepcopy(self._manifest)
             isolate(self._engine.templates(self._manifest).values())
@@ -270,7 +254,6 @@ class _Launch:
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
-        """Watch a job until it ends, then delete it. If a lost pod ended it, return the loss."""
         relay = EventRelay(self._deadlines.restart_progress, self._restarts.record_progress)
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
@@ -280,15 +263,9 @@ class _Launch:
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
         supervisor = Supervisor(
-            self._engine,
-            self._job,
-            created,
-            self._api,
-            logs,
-            self._deadlines,
-            self._restarts,
+            self._engine, self._job, created, self._api, logs, self._deadlines, self._restarts,
             self._job_events,
-        )
+        )  # fmt: skip
         self._leader_runs = supervisor.leader_runs
         self._heartbeat.start()
         for watch in watches:
@@ -296,7 +273,11 @@ class _Launch:
         try:
             lost = supervisor.run()
             if lost:
-                self._report(lost)
+                log.warning(
+                    "%s lost its pod %s (%s), and the %s marked the job %s as failed; recreating "
+                    "the job",
+                    lost.task, lost.pod, lost.how, self._kind.controller, self._name,
+                )  # fmt: skip
             self._heartbeat.stop()
             self._end(supervisor)
             logs.drain(DRAIN_SECONDS)
@@ -337,19 +318,12 @@ class _Launch:
             self._deadlines.unresolved = ""
 
     def _end(self, supervisor: Supervisor) -> None:
-        """Delete the job and wait until its pods are gone, so that nothing outlives the step."""
         log.info("deleting the job %s and waiting until its pods have ended", self._name)
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
             log.warning(
                 "the job %s and its pods were not deleted within %s s",
                 self._name, self._deletion_seconds,
             )  # fmt: skip
-
-    def _report(self, lost: Loss) -> None:
-        log.warning(
-            "%s lost its pod %s (%s), and the %s marked the job %s as failed; recreating the job",
-            lost.task, lost.pod, lost.how, self._kind.controller, self._name,
-        )  # fmt: skip
 
     def _finish_interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""

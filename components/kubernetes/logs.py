@@ -30,19 +30,10 @@ _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 # The training events that `EventRelay` processes.
 _TRAINING_EVENTS = (
-    events.AttemptBegin,
-    events.Progress,
-    events.CheckpointPublished,
-    events.CheckpointPassedOver,
-    events.ServersLost,
-    events.Validation,
-    events.Stalled,
-    events.LauncherUnwatched,
-    events.MetricsUnserved,
-    events.LeaseAwaited,
-    events.TableEmpty,
-    events.UserCodeFailed,
-)
+    events.AttemptBegin, events.Progress, events.CheckpointPublished, events.CheckpointPassedOver,
+    events.ServersLost, events.Validation, events.Stalled, events.LauncherUnwatched,
+    events.MetricsUnserved, events.LeaseAwaited, events.TableEmpty, events.UserCodeFailed,
+)  # fmt: skip
 
 LogSink = Callable[[Task, str], None]
 # A point in time: the date and time up to the second, and the nanoseconds.

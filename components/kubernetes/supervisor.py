@@ -227,7 +227,7 @@ class Supervisor:
         uid, loss = pod["metadata"]["uid"], pod_state.loss(pod)
         # The pod was deleted by force or during an outage, so its status does not show a reason.
         if deleted and not loss and not pod_state.has_ended(pod):
-            loss = pod_state.loss_of_absent(pod)
+            loss = pod_state.loss(pod, is_absent=True)
         if loss:
             first = self._losses.get(uid, loss)
             self._losses[uid] = replace(loss, version=first.version)
@@ -236,7 +236,6 @@ class Supervisor:
             seen.append(uid)
 
     def _log_waiting(self, pod: Tree) -> None:
-        """Log why a pod does not run, once for each reason."""
         reason = pod_state.waiting_reason(pod)
         # Ignore the rest of the message, which contains elapsed seconds.
         key = (pod["metadata"]["uid"], reason.partition(":")[0])
@@ -274,13 +273,11 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self.restarts.limit}) is exceeded: {report}")
 
     def _cause(self, end: TaskEnd) -> str:
-        """Return why the pod was lost, or "" if it was not lost or its loss fails the job."""
         loss = self._losses.get(end.uid)
         is_taken = loss and not self.engine.fails_with_a_pod and end.pod_deleted
         return loss.cause if loss and is_taken else ""
 
     def _lose(self, end: TaskEnd) -> None:
-        """Record that a task's pod must be replaced, if it has ended for good."""
         pod = self._last_seen.get(end.uid)
         if pod is None or self.engine.fails_with_a_pod or self.restarts.is_final(end):
             return
@@ -316,7 +313,6 @@ class Supervisor:
         return {owner["uid"] for owner in owners}
 
     def _is_back(self, lost: Tree) -> bool:
-        """Return whether another pod of the same task exists, for example after an outage."""
         return any(
             pod["metadata"]["uid"] != lost["metadata"]["uid"]
             and pod_state.find_task(pod) == pod_state.find_task(lost)
@@ -421,7 +417,6 @@ class Supervisor:
             log.debug("cannot determine whether the job is deleted: %s", error)
 
     def _report_start(self) -> None:
-        """Report what the job is waiting for, until it trains."""
         if self.deadlines.is_training:
             self._end_start()
             return

@@ -10,12 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
-from flotilla.components.kubernetes.engine import (
-    Engine,
-    JobEnd,
-    condition,
-    condition_message,
-)
+from flotilla.components.kubernetes.engine import Engine, JobEnd, condition, condition_message
 from flotilla.components.kubernetes.names import JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd

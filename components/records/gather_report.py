@@ -35,12 +35,7 @@ from flotilla.trainer.checkpoints.history import merge_validations, read_history
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.program import count_tasks
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.events import (
-    AttemptBegin,
-    CheckpointPublished,
-    UserCodeFailed,
-    to_tree,
-)
+from flotilla.trainer.events import AttemptBegin, CheckpointPublished, UserCodeFailed, to_tree
 from flotilla.trainer.events.run_state import INCIDENTS, RunState, reduce_events
 from flotilla.trainer.report import report
 from flotilla.trainer.runtime.errors import UserError
@@ -225,7 +220,6 @@ def _verdict(
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
-    """Return why a run failed if no step reported the error, or an empty string."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
     reached = [each for each in steps if each.status != "skipped"]
     failed = [each for each in reached if each.status != "done"]
@@ -241,7 +235,6 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
 
 
 def _find_missing(names: Collection[str]) -> str:
-    """Return the stage after the last of the named stages, or an empty string if there is none."""
     last = max((n for n, stage in enumerate(WORKING) if stage.name in names), default=-1)
     after = WORKING[last + 1 :]
     return after[0].name if after else ""
@@ -326,7 +319,6 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
 
 
 def _resolve_auto(config: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Return a local run's configuration with the `auto` values of `training` resolved."""
     if AUTO not in str(config.get("training")):
         return config
     with suppress(UserError):

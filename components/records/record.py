@@ -126,7 +126,6 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
 
 
 def _note_call(name: str, given: Mapping[str, Any], at: str) -> None:
-    """Record the arguments of the step, so that it can be replayed."""
     # Log nothing here, because the step itself reports an unavailable store.
     with step_record.harmless(""):
         run_store.write_given(run_store.record_call(name, given), at)
@@ -217,7 +216,6 @@ def record_stage(name: str, at: str = "") -> Iterator[_Course]:
 
 
 def _full_disk(error: BaseException) -> str:
-    """Return the error message if a full disk caused this error, or an empty string."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return ""
     where = error.filename or f"below {tempfile.gettempdir()}"
@@ -245,16 +243,13 @@ class _Course:
         self.state = RunState()
 
     def note_request(self) -> None:
-        """Record that the stage was asked to stop."""
         self.is_asked_to_end = True
 
     def begin(self) -> None:
-        """Emit the start of an attempt."""
         self._began = time.monotonic()
         events.emit(StepBegin(step=self.name))
 
     def again(self, error: str) -> None:
-        """Report the failure of an attempt and begin the next one."""
         failed = self._make_end("failed", FAILED, error)
         events.emit(failed)
         self.begin()
@@ -286,7 +281,6 @@ class _Course:
             loop.join()
 
     def fail(self, error: str, code: int, trace: str) -> None:
-        """Report an error that the user can fix, and the traceback of the user's code, if any."""
         if trace:
             log.error("%s", trace)
         status = "interrupted" if code == INTERRUPTED else "failed"
@@ -341,7 +335,6 @@ class _Course:
 
 @contextmanager
 def _interruptible(note: Callable[[], None]) -> Iterator[None]:
-    """On SIGTERM, call `note` and leave the block with a `RunInterruptedError`."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -156,7 +156,6 @@ def _make_attempt(each: StepTry, state: RunState) -> StepRecord:
 def _sum_attempts(
     earlier: Sequence[StepRecord], last: Sequence[StepRecord]
 ) -> tuple[StepRecord, ...]:
-    """Return the last attempt of each step in `last`, together with all earlier attempts."""
     newest = {each.step: each for each in last}
     before: dict[str, list[StepRecord]] = {name: [] for name in newest}
     for each in (*earlier, *last):
@@ -296,7 +295,6 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
 
 
 def _is_missed(record: StepRecord, began: Mapping[str, float]) -> bool:
-    """Return whether the stage's step has since restarted from an earlier stage."""
     with suppress(LookupError):
         names = [each.name for each in find_step_of_stage(record.step).stages]
         earlier = names[: names.index(record.step)]

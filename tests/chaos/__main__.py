@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 
 from tests.chaos.grown import in_words
-from tests.chaos.invariants import rows_of, violations_of
+from tests.chaos.invariants import Tally, rows_of, violations_of
 from tests.chaos.job_plan import JobPlan, draw_job_plan
 from tests.chaos.job_run import run_job_plan
 from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.run import forget, run_plan
 from tests.chaos.stores import store_below
 from tests.chaos.table_plan import draw_table_plan
-from tests.chaos.tally import Tally
 
 ON_THIS_MACHINE = {"local": draw_plan, "tables": draw_table_plan}
 

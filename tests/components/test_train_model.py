@@ -31,6 +31,21 @@ def outputs(tmp_path):
     return artifact_in(tmp_path, dsl.Model), viewers
 
 
+@pytest.fixture
+def train(root, run, outputs):
+    """Return a function that runs the step, with changed values in sections of its settings."""
+
+    def call(**sections):
+        tree = json.loads(text_of(run))
+        for name, values in sections.items():
+            tree[name] = {**tree[name], **values} if name in tree else values
+        return train_model.train_model.python_func(
+            json.dumps(tree), root, RUN, run.dataset, *PODS, *outputs
+        )
+
+    return call
+
+
 class TestTrainModel:
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
@@ -77,9 +92,7 @@ class TestTrainModel:
         assert job.config.model == run.config.model
 
     @pytest.mark.usefixtures("launched")
-    def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(
-        self, monkeypatch, root, run, outputs, capsys
-    ):
+    def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(self, monkeypatch, train, capsys):
         launch = launchers.launch
 
         def damaging(job, defaults):
@@ -88,8 +101,7 @@ class TestTrainModel:
             storage.local_path(uri).write_text("11", encoding="utf-8")
 
         monkeypatch.setattr(launchers, "launch", damaging)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
+        code, line = refused(train, capsys=capsys)
         assert code == 1
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
@@ -108,10 +120,8 @@ class TestTrainModel:
         return launched
 
     @pytest.mark.usefixtures("validated")
-    def test_the_best_is_handed_on(self, root, run, outputs, emitted):
-        uri = train_model.train_model.python_func(
-            text_of(run), root, RUN, run.dataset, *PODS, *outputs
-        )
+    def test_the_best_is_handed_on(self, train, emitted):
+        uri = train()
         assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
@@ -120,96 +130,66 @@ class TestTrainModel:
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
     @pytest.mark.usefixtures("validated")
-    def test_the_last_is_handed_on_where_that_is_asked_for(self, root, run, outputs, emitted):
-        training = run.config.training.model_copy(update={"hand_on": "last"})
-        text = run.config.model_copy(update={"training": training}).model_dump_json()
-        uri = train_model.train_model.python_func(text, root, RUN, run.dataset, *PODS, *outputs)
+    def test_the_last_is_handed_on_where_that_is_asked_for(self, train, emitted):
+        uri = train(training={"hand_on": "last"})
         assert uri.endswith("/step-00000010")
         metrics = emitted()[-1].metrics
         assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 10)
         assert metrics["best_global_step"] == 9
 
     def test_a_slice_that_there_cannot_be_is_refused_before_anything_is_launched(
-        self, launched, root, run, outputs, capsys
+        self, launched, train, capsys
     ):
-        evaluation = run.config.evaluation.model_copy(update={"slices": ("writer",)})
-        settings = run.config.model_copy(update={"evaluation": evaluation})
-        text = settings.model_dump_json()
-        given = (text, root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
+        code, line = refused(lambda: train(evaluation={"slices": ["writer"]}), capsys=capsys)
         assert code == 2
         assert line.startswith("evaluation.slices: 'writer' is not a feature of the dataset")
         assert launched == []
 
     def test_first_weights_that_are_not_there_are_refused_before_anything_is_launched(
-        self, launched, root, run, outputs, capsys
+        self, launched, train, root, capsys
     ):
         uri = storage.join(root, "pretrained.keras")
-        training = run.config.training.model_copy(update={"warm_start": uri})
-        text = run.config.model_copy(update={"training": training}).model_dump_json()
-        given = (text, root, RUN, run.dataset, *PODS, *outputs)
-        code, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
+        code, line = refused(lambda: train(training={"warm_start": uri}), capsys=capsys)
         assert (code, line) == (2, f"training.warm_start: nothing exists at {uri}")
         assert launched == []
 
-    def test_what_does_not_fit_the_dataset_is_refused_before_a_cluster_is_made(  # noqa: PLR0913, PLR0917
-        self, launched, root, run, outputs, monkeypatch, capsys
+    def test_what_does_not_fit_the_dataset_is_refused_before_a_cluster_is_made(
+        self, launched, train, run, monkeypatch, capsys
     ):
         def refuse(_config, dataset):
             raise ConfigError(f"task classification: the split 'test' of {dataset} has one class")
 
         monkeypatch.setattr(fitting, "try_fit", refuse)
-        cluster = run.config.cluster.model_copy(update={"launcher": "tfjob"})
-        text = run.config.model_copy(update={"cluster": cluster}).model_dump_json()
-        code, line = refused(
-            train_model.train_model.python_func,
-            text,
-            root,
-            RUN,
-            run.dataset,
-            *PODS,
-            *outputs,
-            capsys=capsys,
-        )
+        code, line = refused(lambda: train(cluster={"launcher": "tfjob"}), capsys=capsys)
         assert (code, line) == (
             2,
             f"task classification: the split 'test' of {run.dataset} has one class",
         )
         assert launched == []
         # If the chief runs on this machine, it detects the mistake itself.
-        train_model.train_model.python_func(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        train()
         assert len(launched) == 1
 
-    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
+    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, train, capsys):
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")
 
         monkeypatch.setattr(launchers, "launch", fail)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        assert refused(train_model.train_model.python_func, *given, capsys=capsys) == (
-            1,
-            "worker-0 ended with exit code 1",
-        )
+        assert refused(train, capsys=capsys) == (1, "worker-0 ended with exit code 1")
 
-    def test_an_interrupted_launcher_interrupts_the_step(
-        self, monkeypatch, root, run, outputs, emitted
-    ):
+    def test_an_interrupted_launcher_interrupts_the_step(self, monkeypatch, train, emitted):
         def end(_job, _defaults):
             raise RunInterruptedError("interrupted at global step 7")
 
         monkeypatch.setattr(launchers, "launch", end)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         with pytest.raises(SystemExit) as ended:
-            train_model.train_model.python_func(*given)
+            train()
         assert ended.value.code == 130
         assert emitted()[-1].status == "interrupted"
 
-    def test_a_launcher_that_leaves_nothing_is_one_line(
-        self, monkeypatch, root, run, outputs, capsys
-    ):
+    def test_a_launcher_that_leaves_nothing_is_one_line(self, monkeypatch, train, capsys):
         monkeypatch.setattr(launchers, "launch", lambda _job, _defaults: None)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
-        _, line = refused(train_model.train_model.python_func, *given, capsys=capsys)
+        _, line = refused(train, capsys=capsys)
         assert line.startswith("no checkpoint is published below ")
 
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
@@ -236,16 +216,20 @@ class TestProgram:
         monkeypatch.setattr(launchers, "launch", launch)
         return made
 
-    def train(self, run, root, outputs, **program):
-        tree = json.loads(text_of(run))
-        tree["model"], tree["program"] = {}, {"command": ["python", "train.py"], **program}
-        return train_model.train_model.python_func(
-            json.dumps(tree), root, RUN, run.dataset, *PODS, *outputs
-        )
+    @pytest.fixture
+    def train(self, run, root, outputs):
+        def call(**program):
+            tree = json.loads(text_of(run))
+            tree["model"], tree["program"] = {}, {"command": ["python", "train.py"], **program}
+            return train_model.train_model.python_func(
+                json.dumps(tree), root, RUN, run.dataset, *PODS, *outputs
+            )
 
-    def test_the_run_ends_with_its_checkpoint(self, launched, root, run, outputs, emitted):
+        return call
+
+    def test_the_run_ends_with_its_checkpoint(self, launched, train, root, outputs, emitted):
         launched.update({5: "", 9: ""})
-        assert not self.train(run, root, outputs), "nothing follows"
+        assert not train(), "nothing follows"
         last = emitted()[-1]
         assert last.uri == storage.join(root, RUN, "checkpoints", "step-00000009")
         assert (last.metrics["decision"], last.metrics["global_step"]) == ("trained", 9)
@@ -253,21 +237,17 @@ class TestProgram:
         assert outputs[0].metadata["uri"] == last.uri
 
     @pytest.mark.usefixtures("launched")
-    def test_a_program_may_end_without_a_checkpoint(self, root, run, outputs, emitted):
-        assert not self.train(run, root, outputs)
+    def test_a_program_may_end_without_a_checkpoint(self, train, emitted):
+        assert not train()
         assert (emitted()[-1].status, emitted()[-1].uri) == ("done", "")
 
-    def test_the_last_checkpoint_with_a_model_is_evaluated(self, launched, root, run, outputs):
+    def test_the_last_checkpoint_with_a_model_is_evaluated(self, launched, train, root):
         launched.update({5: "model", 8: "model", 9: ""})
-        uri = self.train(run, root, outputs, after_training="evaluate")
+        uri = train(after_training="evaluate")
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000008")
 
-    def test_without_a_model_it_says_where_one_is_looked_for(
-        self, launched, root, run, outputs, capsys
-    ):
+    def test_without_a_model_it_says_where_one_is_looked_for(self, launched, train, capsys):
         launched[5] = ""
-        code, line = refused(
-            lambda: self.train(run, root, outputs, after_training="evaluate"), capsys=capsys
-        )
+        code, line = refused(lambda: train(after_training="evaluate"), capsys=capsys)
         assert code == 1
         assert "has a model: let the program write a SavedModel or a .keras file to" in line

@@ -10,7 +10,7 @@ from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.heartbeat import is_renewed, read_heartbeat
 from flotilla.trainer.events import JOB, Event, to_tree
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
-from tests.kubernetes.addresses import Addresses
+from tests.kubernetes.containers import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
 from tests.kubernetes.jobset_controller import JobSetController
 from tests.kubernetes.kubelet import Kubelet

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from tests.kubernetes import events
 from tests.kubernetes.conditions import is_true, put, seconds_since
-from tests.kubernetes.failure_policy import judged
+from tests.kubernetes.job_validation import judged
 from tests.kubernetes.reconciler import Reconciler
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 

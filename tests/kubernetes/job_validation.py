@@ -1,4 +1,4 @@
-"""Defaults and validation of Jobs in Kubernetes 1.33, with the API's messages."""
+"""Defaults, validation and pod failure policies of Jobs in Kubernetes 1.33."""
 
 from tests.kubernetes.store import RefusedError, Tree
 
@@ -43,3 +43,40 @@ def refuse(kind: str, name: str, found: list[str], before: str = "") -> None:
     if found:
         listed = found[0] if len(found) == 1 else f"[{', '.join(found)}]"
         raise RefusedError(422, "Invalid", f'{before}{kind} "{name}" is invalid: {listed}')
+
+
+def judged(policy: Tree | None, pod: Tree) -> tuple[str, bool]:
+    """Return the message if the Job fails (otherwise ""), and whether the pod counts as failed.
+
+    It follows `pkg/controller/job/pod_failure_policy.go` of Kubernetes 1.33.
+    """
+    for index, rule in enumerate((policy or {}).get("rules", [])):
+        found = _matching(rule, pod)
+        if found and rule["action"] == "Ignore":
+            return "", False
+        if found and rule["action"] == "FailJob":
+            return f"{found} matching FailJob rule at index {index}", True
+        if found:
+            break
+    return "", True
+
+
+def _matching(rule: Tree, pod: Tree) -> str:
+    meta = pod["metadata"]
+    name = f"{meta['namespace']}/{meta['name']}"
+    wanted = rule.get("onExitCodes")
+    if not wanted:
+        there = {(c["type"], c["status"]) for c in pod["status"].get("conditions") or []}
+        found = [c["type"] for c in rule.get("onPodConditions", []) if _pair(c) in there]
+        return f"Pod {name} has condition {found[0]}" if found else ""
+    for status in pod["status"].get("containerStatuses", []):
+        code = status["state"].get("terminated", {}).get("exitCode", 0)
+        is_named = wanted.get("containerName") in (None, status["name"])
+        is_in = (code in wanted["values"]) == (wanted["operator"] == "In")
+        if code and is_named and is_in:
+            return f"Container {status['name']} for pod {name} failed with exit code {code}"
+    return ""
+
+
+def _pair(condition: Tree) -> tuple[str, str]:
+    return condition["type"], condition.get("status", "True")

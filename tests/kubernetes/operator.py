@@ -16,13 +16,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from tests.kubernetes import events
-from tests.kubernetes.conditions import (
-    condition,
-    is_finished,
-    is_true,
-    message_of,
-    seconds_since,
-)
+from tests.kubernetes.conditions import condition, is_finished, is_true, message_of, seconds_since
 from tests.kubernetes.network import host_of
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 

@@ -123,30 +123,24 @@ def _after_refusal(
     facts: Facts, run_id: str, broken: Sequence[Facts]
 ) -> Iterator[tuple[str, list[str]]]:
     where, workdir = _workdir(facts), str(facts.get("workdir") or "")
-    config = [f"{workdir}/{run_id}/config.json" if workdir else "CONFIG"]
+    config = f"{workdir}/{run_id}/config.json" if workdir else "CONFIG"
     name = str((facts.get("config") or {}).get("name") or "")
+    run = ["flotilla", "run", *where, config]
     if (facts.get("validation") or {}).get("decision") == "refused":
-        yield "Fix the data, or change the rules of the data gate, and run again", [
-            "flotilla", "run", *where, *config,
-        ]  # fmt: skip
+        yield "Fix the data, or change the rules of the data gate, and run again", run
         return
     if any(each.get("metric") in IDENTITY for each in broken):
-        yield "If it is a different model, give it another name", [
-            "flotilla", "run", *where, *config, "--set", f"name={name or 'model'}-2",
-        ]  # fmt: skip
+        another = [*run, "--set", f"name={name or 'model'}-2"]
+        yield "If it is a different model, give it another name", another
         return
     if any(each.get("key") == CONSTANT for each in broken):
-        yield "Check whether the inputs have any relation to the label", [
-            "flotilla", "check", *config,
-        ]  # fmt: skip
-    yield "Search for better settings, and promote the best", [
-        "flotilla", "sweep", *where, *config, "--auto", "--minutes", "10",
-    ]  # fmt: skip
+        check = ["flotilla", "check", config]
+        yield "Check whether the inputs have any relation to the label", check
+    sweep = ["flotilla", "sweep", *where, config, "--auto", "--minutes", "10"]
+    yield "Search for better settings, and promote the best", sweep
     if name and (facts.get("evaluation") or {}).get("champion"):
-        yield (
-            "Show the champion that the model has to match",
-            ["flotilla", "models", "show", *where, name],
-        )
+        show = ["flotilla", "models", "show", *where, name]
+        yield "Show the champion that the model has to match", show
 
 
 def use(facts: Facts) -> dict[str, Any]:

@@ -306,9 +306,10 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
         if kind == ATTEMPT:
             attempt += 1
             text = f"attempt {attempt} begins"
-        if each.get("is_over") and kind == "suspension":
+        elif kind == "suspension" and each.get("is_over"):
             text = "resumed"
-        text = f"{each['task']}: {text}" if kind == "restart" and each.get("task") else text
+        elif kind == "restart" and each.get("task"):
+            text = f"{each['task']}: {text}"
         step = number(each.get("global_step"))
         if step is None:
             step = _estimate_step(number(each.get("time")), known)
@@ -318,10 +319,8 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
 
 
 def _estimate_step(time: float | None, known: Sequence[tuple[float, float]]) -> float | None:
-    if time is None:
-        return None
-    at = bisect_right(known, (time, math.inf))
-    if not at:
+    at = 0 if time is None else bisect_right(known, (time, math.inf))
+    if time is None or not at:
         return None
     begun, low = known[at - 1]
     # Do not interpolate if the run resumed at a lower global step.

@@ -35,8 +35,8 @@ from flotilla.components.kubernetes.pods.task_process import RestartRule, TaskPr
 from flotilla.components.kubernetes.pods.template import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
-    GRACE_SECONDS,
     LAUNCHER_VARIABLE,
+    grace_seconds,
 )
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.config.load import parse_config
@@ -78,10 +78,6 @@ class Guard:
         # `setdefault` is atomic, so the signal handler and the launcher watch cannot both send it.
         if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
-
-    def begin_no_more(self) -> None:
-        """Do not restart the task after its current attempt."""
-        self._process.begin_no_more()
 
     def end_job(self, reason: str) -> None:
         """End the task with a last checkpoint. Its termination message includes the reason."""
@@ -165,10 +161,10 @@ def main(arguments: list[str]) -> int:
         name=str(task or "the task"),
         rule=RestartRule(_restart_limit(settings, task)),
     )
-    guard = Guard(process, _grace_seconds(settings, task))
+    guard = Guard(process, grace_seconds(settings, task.role if task else "worker"))
     leads = cluster is not None and task == leader(cluster)
     # Set the handlers before the task starts, so that every signal reaches the task.
-    _handle_signals(guard, cluster, task)
+    _handle_signals(guard, process, cluster, task)
     try:
         if config:
             Path(CONFIG_FILE).write_text(config, encoding="utf-8")
@@ -210,11 +206,6 @@ def _parse_config(text: str) -> Config:
     return Config()
 
 
-def _grace_seconds(config: Config, task: Task | None) -> float:
-    settings = config.cluster.kubernetes.of(task.role if task else "worker")
-    return float(settings.grace_seconds or GRACE_SECONDS)
-
-
 def _restart_limit(config: Config, task: Task | None) -> float:
     role = task.role if task else "worker"
     if config.cluster.kubernetes.of(role).restart_policy == "Never":
@@ -223,13 +214,14 @@ def _restart_limit(config: Config, task: Task | None) -> float:
     return math.inf if role == "evaluator" else config.cluster.max_restarts
 
 
-def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
-    """Forward signals to the task. Workers and servers wait until the leader has ended."""
+def _handle_signals(
+    guard: Guard, process: TaskProcess, cluster: Cluster | None, task: Task | None
+) -> None:
     shutdown = Shutdown(cluster, task) if cluster and task else None
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if shutdown:
-            shutdown.take(number, guard.begin_no_more, guard.send_signal, guard.term_seconds)
+            shutdown.take(number, process.begin_no_more, guard.send_signal, guard.term_seconds)
         else:
             guard.send_signal(number)
 

@@ -103,17 +103,17 @@ def describe_exit(code: int) -> str:
     return f"exit code {code}"
 
 
-def loss(pod: Tree) -> Loss | None:
-    """Return how a pod was lost, or None if it was not lost."""
+def loss(pod: Tree, *, is_absent: bool = False) -> Loss | None:
+    """Return how a pod was lost, or None if it was not lost. An absent pod no longer exists."""
     status = pod.get("status", {})
     true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
     target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
     evicted = _phase(pod) == "Failed" and status.get("reason")
     requested = _deletion_requested(pod)
-    if not (target or evicted or requested):
+    if not (target or evicted or requested or is_absent):
         return None
     reason = str(target.get("reason") or evicted or "")
-    how = _DISRUPTIONS.get(reason, "deleted" if requested else "evicted")
+    how = _DISRUPTIONS.get(reason, "deleted" if requested or is_absent else "evicted")
     return Loss(
         task=find_task(pod),
         pod=pod["metadata"]["name"],
@@ -121,19 +121,6 @@ def loss(pod: Tree) -> Loss | None:
         how=f"{how} ({reason})" if reason else how,
         explained=bool(reason),
         requested=requested,
-        version=_version(pod),
-    )
-
-
-def loss_of_absent(pod: Tree) -> Loss:
-    """Return the loss of a pod that no longer exists, from its last known state."""
-    return loss(pod) or Loss(
-        task=find_task(pod),
-        pod=pod["metadata"]["name"],
-        uid=pod["metadata"]["uid"],
-        how="deleted",
-        explained=False,
-        requested=None,
         version=_version(pod),
     )
 
@@ -266,7 +253,6 @@ def _phase(pod: Tree) -> str:
 
 
 def _waiting(pod: Tree) -> Tree:
-    """Return the waiting state of the container, or of the sidecar that it waits for."""
     container = AGENT if _waits_for_agent(pod) else CONTAINER
     found: Tree = _container(pod, container).get("state", {}).get("waiting") or {}
     return found

@@ -130,7 +130,6 @@ def _agent(own: Tree, socket: str, image: str) -> Tree:
 
 
 def _container(config: Config, pod: PodConfig, own: Tree) -> Tree:
-    """Return the container of the user's image, without its command."""
     known = {*pod.env, *pod.secret_env, *_OF_PROGRAM}
     reads_store = config.program.data == "uri" or not config.program.python
     env = [

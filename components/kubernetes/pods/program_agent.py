@@ -24,10 +24,7 @@ from types import FrameType
 from flotilla.components.kubernetes.pods.guard import watch_as_leader
 from flotilla.components.kubernetes.pods.program import EXCHANGE
 from flotilla.components.kubernetes.pods.shutdown import Shutdown, delete_job
-from flotilla.components.kubernetes.pods.template import (
-    CONFIG_VARIABLE,
-    grace_seconds,
-)
+from flotilla.components.kubernetes.pods.template import CONFIG_VARIABLE, grace_seconds
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader

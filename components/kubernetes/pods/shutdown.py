@@ -265,7 +265,6 @@ def watch_launcher(guard: Ending, watched: Mapping[str, Any]) -> None:
 
 
 def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
-    """Start a thread that ends the task as soon as the lease has the stop annotation."""
     from flotilla.components.kubernetes.client import Watch
 
     def see(lease: Tree, deleted: bool) -> None:

@@ -194,12 +194,8 @@ def _metrics_port(config: Config, role: str) -> list[Tree]:
 
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
-    """Return the variables that Flotilla itself sets for the tasks of a role."""
-    task, settings, tree = (
-        Task(role=role, index=0),
-        config.cluster.kubernetes,
-        config.model_dump(mode="json"),
-    )
+    task, settings = Task(role=role, index=0), config.cluster.kubernetes
+    tree = config.model_dump(mode="json")
     # Leave out the defaults to shorten the variable. The tasks use little of this section.
     tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
     gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
@@ -288,7 +284,6 @@ def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
 
 
 def _escape(text: str) -> str:
-    """Escape each `$` in a text, so that Kubernetes does not replace `$(NAME)`."""
     return text.replace("$", "$$")
 
 

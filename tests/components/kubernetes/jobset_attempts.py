@@ -3,12 +3,7 @@
 import signal
 
 from flotilla.trainer import events
-from tests.components.kubernetes.attempts import (
-    Attempt,
-    job_of,
-    settings,
-    step,
-)
+from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes.cluster import NAMESPACE
 
 MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"

@@ -66,9 +66,9 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
 
 def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, caplog):
     caplog.set_level(logging.INFO)
-    message = Attempt(suspended(operator=3, queueing=5)).failure()
+    message = Attempt(suspended(operator=2, queueing=3)).failure()
     assert message.startswith(
-        "the job was not admitted within 5 s (cluster.kubernetes.deadlines.queueing): Kueue "
+        "the job was not admitted within 3 s (cluster.kubernetes.deadlines.queueing): Kueue "
         "suspends the job until its queue has capacity; see: kubectl get workloads"
     )
     assert caplog.messages.count("the job is suspended until its queue admits it") == 1
@@ -82,12 +82,12 @@ def test_a_suspended_job_without_the_operator_waits_for_that(kube):
 
 
 def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
-    attempt = watching_attempt(kube, queueing=4)
+    attempt = watching_attempt(kube, queueing=2)
     words = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     for pod in kube.all_pods().values():
         pods.unschedulable(kube.store, pod, words)
     message = attempt.failure()
-    assert message.startswith("chief-0, ps-0, worker-0 could not be scheduled within 4 s (cluster.")
+    assert message.startswith("chief-0, ps-0, worker-0 could not be scheduled within 2 s (cluster.")
     assert f"deadlines.queueing): {words}" in message
     # An autoscaler may still add a suitable node, so the message is reported at once, but the job
     # fails only at its deadline.

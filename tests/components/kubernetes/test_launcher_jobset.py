@@ -17,13 +17,7 @@ from flotilla.components.kubernetes.supervisor import Supervisor
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
-from tests.components.kubernetes.attempts import (
-    Attempt,
-    heard,
-    job_of,
-    step,
-    without_beats,
-)
+from tests.components.kubernetes.attempts import Attempt, heard, job_of, step, without_beats
 from tests.components.kubernetes.jobset_attempts import (
     KINDS,
     MESSAGE,

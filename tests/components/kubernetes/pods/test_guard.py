@@ -16,12 +16,7 @@ from hypothesis import strategies as st
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.client import Api
-from flotilla.components.kubernetes.pods.guard import (
-    NAMES_SECONDS,
-    Guard,
-    PeerNames,
-    _grace_seconds,
-)
+from flotilla.components.kubernetes.pods.guard import NAMES_SECONDS, Guard, PeerNames
 from flotilla.components.kubernetes.pods.shutdown import (
     Ending,
     HeartbeatAge,
@@ -30,10 +25,11 @@ from flotilla.components.kubernetes.pods.shutdown import (
     _look,
 )
 from flotilla.components.kubernetes.pods.task_process import TaskProcess
+from flotilla.components.kubernetes.pods.template import grace_seconds
 from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.config.topology import Cluster
 from tests.components.kubernetes.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 
@@ -375,7 +371,7 @@ def test_without_a_lease_training_goes_on(kube, watched, tmp_path):
 @pytest.mark.parametrize(("seconds", "term"), [(0, 110.0), (25, 20.0), (600, 590.0)])
 def test_a_task_is_killed_in_time_before_the_end_of_its_grace_period(seconds, term):
     tree = {"cluster": {"kubernetes": {"pod": {"grace_seconds": seconds}}}}
-    grace = _grace_seconds(parse_config(tree), Task(role="chief", index=0))
+    grace = grace_seconds(parse_config(tree), "chief")
     assert grace == (seconds or 120)
     process = create_autospec(TaskProcess, instance=True)
     assert Guard(process, grace).term_seconds == term
