@@ -14,9 +14,9 @@ from kubernetes.utils.quantity import parse_quantity
 
 from flotilla.components.image import IMAGE
 from flotilla.components.kubernetes import names
-from flotilla.components.kubernetes.api.client import RefusedError
-from flotilla.components.kubernetes.api.rbac import TRAINER, format_grant
+from flotilla.components.kubernetes.client import RefusedError
 from flotilla.components.kubernetes.names import Tree
+from flotilla.components.kubernetes.requirements import TRAINER, format_grant
 from flotilla.pipelines.doctor.cluster import NODES, Cluster, PlannedJob, Role
 from flotilla.pipelines.doctor.examination import Finding
 

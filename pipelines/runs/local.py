@@ -336,11 +336,6 @@ def require_current_folder() -> None:
     storage.uri_of(Path())
 
 
-def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
-    """Create a run below `workdir`, with a new id if `run_id` is empty. Raises `ConfigError`."""
-    return _laid_out(config, workdir, run_id or run_name(config))
-
-
 def run_name(config: Config) -> str:
     """Return a unique name for a run."""
     return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -349,7 +344,7 @@ def run_name(config: Config) -> str:
 def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
     """Prepare to resume the run `run_id`. Raises `ConfigError` if it does not exist."""
     check_run_id(workdir, run_id)
-    return _laid_out(config, workdir, run_id)
+    return new_run(config, workdir, run_id)
 
 
 def config_file(workdir: Path, run_id: str) -> Path:
@@ -373,7 +368,9 @@ def find_root(config: Config, workdir: Path) -> str:
     return config.storage.root or storage.uri_of(workdir)
 
 
-def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
+def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
+    """Create a run below `workdir`, with a new id if `run_id` is empty. Raises `ConfigError`."""
+    run_id = run_id or run_name(config)
     folder = workdir.absolute() / run_id
     root = find_root(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})

@@ -24,14 +24,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from flotilla.trainer.cluster.forks.fork_request import Request
-
 from flotilla.components import kfp_internals
 from flotilla.components.records.record import STOPPING
 from flotilla.components.table import FIRST_STAGE, STEPS
 from flotilla.trainer import events
-from flotilla.trainer.cluster import fitting
-from flotilla.trainer.cluster.forks import fork_server, forked
+from flotilla.trainer.cluster import fitting, fork_server, forks
+from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.form import from_form
 from flotilla.trainer.events.run_state import reduce_events
@@ -154,9 +152,9 @@ def _no_further_step(_number: int, _frame: FrameType | None) -> None:
 @contextmanager
 def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     """Run a fork server during this block if possible. Yield a function that makes KFP use it."""
-    asked = os.environ.pop(forked.VARIABLE, "")
+    asked = os.environ.pop(forks.VARIABLE, "")
     # Do not fork under a debugger or tracer, which would not follow the forked process.
-    if asked == forked.NONE or sys.gettrace() or not _has_descriptors_of_processes():
+    if asked == forks.NONE or sys.gettrace() or not _has_descriptors_of_processes():
         yield lambda: None
         return
     steps = [f"flotilla.components.{step.name}" for step in STEPS]
@@ -168,12 +166,12 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     at_once = [*kfp_internals.EXECUTOR_MODULES, *steps]
     with _server(folder, name, at_once, _LATER if later else ()):
         if later:
-            os.environ[forked.VARIABLE] = of_tensorflow
+            os.environ[forks.VARIABLE] = of_tensorflow
         try:
             fork = partial(_run_forked, name, of_tensorflow)
             yield partial(kfp_internals.replace_local_runner, fork)
         finally:
-            os.environ.pop(forked.VARIABLE, None)
+            os.environ.pop(forks.VARIABLE, None)
 
 
 def _has_descriptors_of_processes() -> bool:
@@ -261,7 +259,7 @@ def _run_forked(
     )
     reader, writer = os.pipe()
     try:
-        process = forked.fork(address, wanted, writer)
+        process = forks.fork(address, wanted, writer)
     finally:
         os.close(writer)
     with open(reader, encoding="utf-8", errors="replace") as lines:

@@ -12,9 +12,6 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from flotilla.trainer.runtime.output.noise import is_noise
-from flotilla.trainer.runtime.output.stamps import split_stamp
-
 from flotilla.components.table import TRAIN
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
@@ -29,6 +26,8 @@ from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.wording import key_metrics, round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import COLOURS, mask, one_line, printable
+from flotilla.trainer.runtime.noise import is_noise
+from flotilla.trainer.runtime.streams import split_stamp
 from flotilla.trainer.runtime.user_code import is_users_file
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")

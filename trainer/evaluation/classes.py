@@ -12,7 +12,6 @@ only if the loss is significant in McNemar's exact test, at a level divided amon
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ from scipy import special
 
 from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.evaluation.comparison import Opponents, lower_bounds
-from flotilla.trainer.tasks.base import Array, Floats, Task
+from flotilla.trainer.tasks.base import Floats, Task
 
 #: Maximum number of classes to list, worst first.
 MOST_ROWS = 50
@@ -29,22 +28,6 @@ MOST_ROWS = 50
 _POWER = 0.8
 # Replaces a count of zero, because the arguments of `betainc` must be positive.
 _FEW = 1e-9
-
-
-class _Answers(NamedTuple):
-    """One entry per label: class, example, whether each model recognizes the class, and weight.
-
-    `guessed` is, for each class, the weight of the examples or positions for which the champion
-    predicts it. `total` is the weight of all examples or positions.
-    """
-
-    classes: Array
-    examples: Array
-    own: Array
-    champion: Array
-    weights: Floats
-    guessed: Floats
-    total: float
 
 
 class Recalls(NamedTuple):
@@ -85,63 +68,50 @@ def compare_classes(opponents: Opponents, rule: ChampionRule) -> dict[str, Any]:
 
 
 def _recalls(opponents: Opponents, output: str, task: Task) -> Recalls | None:
-    count, total = len(task.labels), 0.0
+    theirs, count, total = opponents.others.task.parts[output], len(task.labels), 0.0
     sums: Floats = np.zeros((8, count))
-    for answers in _answers(opponents, output, task):
-        own, other, weights = answers.own, answers.champion, answers.weights
-        which = (np.ones(len(own)), own, other, own & ~other, other & ~own)
-        sums[:5] += [np.bincount(answers.classes, weights * each, count) for each in which]
-        sums[5] += _squares(answers, count)
-        sums[6] += np.bincount(answers.classes, minlength=count)
-        sums[7] += answers.guessed
-        total += answers.total
-    if not total:
-        return None
-    shares, worth = _divide(sums[1:5], sums[0]), _divide(sums[0] ** 2, sums[5])
-    own, other, alone, lost = shares
-    return Recalls(sums[6], worth, own, other, worth * alone, worth * lost, sums[7] / total)
-
-
-def _divide(part: Floats, whole: Floats) -> Floats:
-    return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
-
-
-def _squares(answers: _Answers, count: int) -> Floats:
-    """For each class, return the sum of the squared weights of its examples.
-
-    The positions of an example are dependent, so together they count as one example.
-    """
-    pairs, place = np.unique(answers.examples * count + answers.classes, return_inverse=True)
-    weights = np.bincount(place, answers.weights)
-    return np.bincount(pairs % count, weights**2, count).astype(np.float64)
-
-
-def _answers(opponents: Opponents, output: str, task: Task) -> Iterator[_Answers]:
-    theirs = opponents.others.task.parts[output]
     for part, other in zip(opponents.own.parts(), opponents.other.parts(), strict=True):
         labels, outputs, others = (
             each[output] if output else each for each in (part.labels, part.outputs, other.outputs)
         )
-        own, champion = task.predicted(outputs), theirs.predicted(others)
-        if own is None or champion is None:
-            return
-        rows = np.arange(len(labels))
-        weights = np.ones(len(rows)) if part.weights is None else np.ravel(part.weights)
-        if own.dtype == bool:
+        mine, champions = task.predicted(outputs), theirs.predicted(others)
+        if mine is None or champions is None:
+            return None
+        rows = len(labels)
+        weights = np.ones(rows) if part.weights is None else np.ravel(part.weights)
+        # `guessed` is, for each class, the weight of the examples or positions for which the
+        # champion predicts it.
+        if mine.dtype == bool:
             examples, classes = np.nonzero(labels)
-            found = own[examples, classes], champion[examples, classes]
-            guessed: Floats = weights @ champion
-            total = weights.sum()
+            own, champion = mine[examples, classes], champions[examples, classes]
+            guessed, whole = weights @ champions, weights.sum()
         else:
-            flat = (each.reshape(len(rows), -1) for each in (labels, own, champion))
-            labels, own, champion = flat
+            labels, mine, champions = (each.reshape(rows, -1) for each in (labels, mine, champions))
             known = labels >= 0
             classes, examples = labels[known].astype(np.int64), np.nonzero(known)[0]
-            found = own[known] == classes, champion[known] == classes
-            said = np.bincount(champion[known], weights[examples], len(task.labels))
-            guessed = said.astype(np.float64)
-            total = guessed.sum()
-        yield _Answers(classes, examples, *found, weights[examples], guessed, float(total))
+            own, champion = mine[known] == classes, champions[known] == classes
+            guessed = np.bincount(champions[known], weights[examples], count).astype(np.float64)
+            whole = guessed.sum()
+        weights = weights[examples]
+        which = (np.ones(len(own)), own, champion, own & ~champion, champion & ~own)
+        sums[:5] += [np.bincount(classes, weights * each, count) for each in which]
+        # The positions of an example are dependent, so together they count as one example.
+        pairs, place = np.unique(examples * count + classes, return_inverse=True)
+        sums[5] += np.bincount(pairs % count, np.bincount(place, weights) ** 2, count)
+        sums[6] += np.bincount(classes, minlength=count)
+        sums[7] += guessed
+        total += float(whole)
+    if not total:
+        return None
+    shares, worth = _divide(sums[1:5], sums[0]), _divide(sums[0] ** 2, sums[5])
+    found, champions_found, alone, lost = shares
+    return Recalls(
+        sums[6], worth, found, champions_found, worth * alone, worth * lost, sums[7] / total
+    )
+
+
+def _divide(part: Floats, whole: Floats) -> Floats:
+    return np.divide(part, whole, out=np.zeros(part.shape), where=whole > 0)
 
 
 class Verdicts(NamedTuple):

@@ -1,99 +1,131 @@
-"""Tests `flotilla run` with its root in an object store: the run is blessed, resumed and read."""
+"""Tests that a run's nodes can be read from whatever data remains of its workflow."""
 
+import base64
+import gzip
 import json
-import shutil
-import subprocess
-import sys
+from unittest.mock import create_autospec
 
 import pytest
 
-from flotilla.trainer import storage
-from flotilla.trainer.events import AttemptBegin
-from tests.pipelines.called import call, setting
-from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
-
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1200)]
-
-FEW = setting(
-    training__steps=200,
-    training__checkpoint_every=50,
-    gate__min__accuracy=0.5,
-    evaluation__baseline="none",
-)
-# Reads everything as another machine would, from the object store and the URIs alone.
-READ_ALL = """
-import json, sys
-from pathlib import Path
-from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.index import list_checkpoints
-root, run, model = sys.argv[1:4]
-checkpoints = storage.join(root, run, "checkpoints")
-manifests = [storage.fetch(uri, Path(f"step-{step}")) for uri, step in
-             list_checkpoints(checkpoints)]
-kind = storage.fetch(model, Path("model")).kind
-names = sorted(path.name for path in Path("model").iterdir())
-steps = [manifest.fields["global_step"] for manifest in manifests]
-print(json.dumps({"kind": kind, "names": names, "steps": steps}))
-"""
-
-
-@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.long)])
-def server(request):
-    return request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+from flotilla.pipelines.runs.kfp_client import Client, InstanceError
+from flotilla.pipelines.runs.kfp_run import Nodes, read_nodes
+from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
 
 
 @pytest.fixture
-def root(server, request):
-    bucket = bucket_name()
-    server.create_bucket(bucket)
-    return f"{request.node.callspec.params['server']}://{bucket}/a root"
+def workflow():
+    return Workflow("some-run")
 
 
-def read_elsewhere(root, called, folder):
-    folder.mkdir()
-    command = [sys.executable, "-c", READ_ALL, root, called.answer["run_id"]]
-    command.append(called.answer["artifacts"]["model"])
-    return json.loads(subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout)
+def read(manifest):
+    client = create_autospec(Client, instance=True)
+    client.get_json.return_value = {"pipeline_runtime": {"workflow_manifest": manifest}}
+    return read_nodes(client, "some-run")
 
 
-def test_it_is_blessed_and_read_from_the_store_alone(root, server, tmp_path):
-    server.plan.add(Fault(503, every=40, times=20), Fault("drop", every=61, times=10))
-    called = call("run", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
-    server.plan.clear()
-    assert called.code == 0, called.err + called.log
-    assert called.answer["status"] == "blessed"
-    assert all(uri.startswith(root) for uri in called.answer["artifacts"].values())
-    run = storage.join(root, called.answer["run_id"])
-    assert storage.read_bytes(storage.join(run, "checkpoints", "history.jsonl"))
-    assert b"blessed" in storage.read_bytes(called.answer["artifacts"]["report"])
-    shutil.rmtree(tmp_path / "runs")
-    found = read_elsewhere(root, called, tmp_path / "elsewhere")
-    assert found["kind"] == "model"
-    assert "serving" in found["names"]
-    assert found["steps"][-1] == 200
-    assert any(each.startswith("events.") for each in logs(server, root))
-    collected = call("gc", tmp_path / "runs", *setting(storage__root=root), cwd=tmp_path)
-    assert (collected.code, collected.answer["removed"]) == (0, [])
+def changed(workflow, change):
+    tree = json.loads(workflow.manifest())
+    change(tree)
+    return json.dumps(tree)
 
 
-def logs(server, root):
-    bucket = root.split("/")[2]
-    return [key.rpartition("/")[2] for key in server.keys(bucket) if "/logs/" in key]
+def test_steps_in_their_order_with_their_pods(workflow):
+    workflow.begin("prepare_data")
+    workflow.stop("prepare_data", "SUCCEEDED")
+    workflow.begin("train_model")
+    found = read(workflow.manifest())
+    assert [(step.name, step.state, step.pod) for step in found.steps] == [
+        (name, state, workflow.pod(name))
+        for name, state in (("prepare_data", "SUCCEEDED"), ("train_model", "RUNNING"))
+    ]
+    [pod] = [pod for pod in found.pods if pod.state == "RUNNING"]
+    assert (pod.step, pod.is_driver, pod.image) == ("train_model", False, IMAGE)
+    assert found.artifact.endswith("/flotilla-training/some-run/prepare-data/77/place")
 
 
-@pytest.mark.long
-def test_a_run_is_resumed_from_the_store(root, tmp_path):
-    first = call("train", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
-    assert first.code == 0, first.err + first.log
-    # The local files of all tasks are lost.
-    shutil.rmtree(first.folder / "cluster")
-    more = setting(training__steps=260, storage__root=root)
-    again = call(
-        "train", tmp_path / "runs", *more, "--resume", first.answer["run_id"], cwd=tmp_path
-    )
-    assert again.code == 0, again.err + again.log
-    assert again.answer["global_step"] == 260
-    first, second = again.events(AttemptBegin)
-    assert (first.resumed, first.global_step) == (False, 0)
-    assert (second.resumed, second.global_step) == (True, 200)
+def test_a_step_whose_pod_waits_does_not_run(workflow):
+    workflow.wait("train_model", "ImagePullBackOff")
+    [step] = read(workflow.manifest()).steps
+    assert step.state == "PENDING"
+
+
+def test_the_exit_step_is_one_in_a_hook(workflow):
+    workflow.begin("finish")
+    workflow.end("finish")
+    [step] = read(workflow.manifest()).steps
+    assert (step.name, step.state, step.pod) == ("finish", "SUCCEEDED", workflow.pod("finish"))
+
+
+def test_the_last_try_counts(workflow):
+    workflow.begin("train_model")
+    workflow.stop("train_model", "FAILED", "pod deleted")
+
+    def again(tree):
+        nodes = tree["status"]["nodes"]
+        [first] = [each for each in nodes.values() if each["displayName"] == "executor(0)"]
+        name = first["name"].replace("executor(0)", "executor(1)")
+        later = {**first, "name": name, "id": f"{WORKFLOW}-{fnv(name)}", "phase": "Running"}
+        nodes[later["id"]] = {**later, "startedAt": "2026-01-03T00:00:00Z", "message": ""}
+        tried.append(nodes[later["id"]])
+
+    tried = []
+    found = read(changed(workflow, again))
+    assert found.steps[0].pod == pod_name(tried[0])
+    assert [pod.state for pod in found.pods if pod.step == "train_model" and not pod.is_driver] == [
+        "RUNNING"
+    ]
+
+
+def test_nodes_that_argo_has_compressed(workflow):
+    workflow.begin("train_model")
+
+    def compress(tree):
+        packed = gzip.compress(json.dumps(tree["status"].pop("nodes")).encode())
+        tree["status"]["compressedNodes"] = base64.b64encode(packed).decode()
+
+    assert read(changed(workflow, compress)) == read(workflow.manifest())
+
+
+def test_a_long_name_of_a_pod_is_cut_before_its_hash(workflow):
+    workflow.begin("train_model")
+
+    def long(tree):
+        for node in tree["status"]["nodes"].values():
+            if node["displayName"] == "executor(0)":
+                node["templateName"] += "-long" * 60
+
+    [step] = read(changed(workflow, long)).steps
+    assert len(step.pod) <= 253
+    assert step.pod.endswith(workflow.pod("train_model").rpartition("-")[2])
+
+
+def test_words_are_one_line_that_can_be_printed(workflow):
+    workflow.wait("train_model", "ImagePull\nBackOff:\x1b[31m \t red")
+    [pod] = [pod for pod in read(workflow.manifest()).pods if pod.message]
+    assert pod.message == r"ImagePull BackOff:\u001b[31m red"
+
+
+@pytest.mark.parametrize("manifest", ["", None, "{}", '{"status": {"nodes": null}}', "[]"])
+def test_a_workflow_that_has_not_begun(manifest):
+    assert read(manifest) == Nodes()
+
+
+@pytest.mark.parametrize("manifest", ["{", '{"status": {"nodes": {"a": {}}}}'])
+def test_a_workflow_that_cannot_be_read_is_one_line(manifest):
+    with pytest.raises(InstanceError, match=r"^the workflow of run some-run cannot be read: "):
+        read(manifest)
+
+
+@pytest.mark.parametrize("status", [404, 410, 501])
+def test_an_instance_without_this_path_has_no_nodes(status):
+    client = create_autospec(Client, instance=True)
+    client.get_json.side_effect = InstanceError("gone", status)
+    assert read_nodes(client, "some-run") == Nodes()
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 503])
+def test_any_other_answer_is_an_error(status):
+    client = create_autospec(Client, instance=True)
+    client.get_json.side_effect = InstanceError("no", status)
+    with pytest.raises(InstanceError):
+        read_nodes(client, "some-run")

@@ -12,8 +12,7 @@ from flotilla.components.table import STEPS
 from flotilla.pipelines.runs import local_child
 from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import events
-from flotilla.trainer.cluster import fitting
-from flotilla.trainer.cluster.forks import fork_request, forked
+from flotilla.trainer.cluster import fitting, forks
 from flotilla.trainer.config.form import to_local_form
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import StepBegin, StepEnd
@@ -107,7 +106,7 @@ def started(monkeypatch, tmp_path):
         return 7
 
     monkeypatch.setattr(subprocess_task_handler, "run_local_subprocess", run)
-    monkeypatch.delenv(forked.VARIABLE, raising=False)
+    monkeypatch.delenv(forks.VARIABLE, raising=False)
     monkeypatch.chdir(tmp_path)
     return found
 
@@ -119,7 +118,7 @@ def called(*command):
 def test_where_no_process_is_to_be_forked_the_runner_is_left_as_it_is(
     started, monkeypatch, tmp_path
 ):
-    monkeypatch.setenv(forked.VARIABLE, forked.NONE)
+    monkeypatch.setenv(forks.VARIABLE, forks.NONE)
     before = subprocess_task_handler.run_local_subprocess
     with local_child.forking(tmp_path, "training") as fork_steps:
         fork_steps()
@@ -166,7 +165,7 @@ sys.exit(3)
     # `prepare` does not always need TensorFlow, so the server does not import it.
     with local_child.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
-        assert forked.VARIABLE not in os.environ
+        assert forks.VARIABLE not in os.environ
         assert called("true") == 7
         code = called(*step, STEPS[-1].name)
         # If no server has loaded TensorFlow, steps that need it get a new process.

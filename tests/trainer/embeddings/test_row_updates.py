@@ -1,7 +1,5 @@
 """Tests that lazy updates change only the rows of a batch, and by Keras's formula."""
 
-import json
-
 import keras
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from flotilla.trainer.embeddings.row_updates import read_rows, update_touched_ro
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.optimizers.optimizers import build_optimizer, fuse
-from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.strategy import Problem, create
 from tests.trainer.plain import CHIEF, NOBODY
 
@@ -300,17 +297,3 @@ def test_momentum_that_is_lazy_says_so(name, momentum, settings, warns, caplog):
     args = {} if momentum is None else {"momentum": momentum}
     single(optimizer={"name": name, "args": args, **settings})
     assert (touched_rows.SLOWER in caplog.messages) is warns
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "message"),
-    [
-        ({"dense_updates": "perhaps"}, "training.optimizer.dense_updates"),
-        ({"dense_update": True}, "training.optimizer.dense_update: "),
-    ],
-)
-def test_a_wrong_key_is_one_line(optimizer, message):
-    with pytest.raises(ConfigError) as caught:
-        parse_config(json.loads(json.dumps({"training": {"optimizer": optimizer}})))
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)

@@ -1,5 +1,7 @@
 """Tests how a strategy handles the state of a dynamic table, in one process."""
 
+from contextlib import nullcontext
+
 import keras
 import numpy as np
 import pytest
@@ -208,13 +210,9 @@ def test_a_table_waits_for_every_worker(needed):
             "cluster": {"workers": 2},
         }
     )
-    if needed != 1:
+    line = r"^training.replicas_to_aggregate: with 1 of 2 workers[^\n]*$"
+    with pytest.raises(ConfigError, match=line) if needed == 1 else nullcontext():
         table_state.require(config, model_of())
-        return
-    with pytest.raises(ConfigError) as caught:
-        table_state.require(config, model_of())
-    assert str(caught.value).startswith("training.replicas_to_aggregate: with 1 of 2 workers")
-    assert "\n" not in str(caught.value)
 
 
 def test_a_model_without_tables_is_left_alone():

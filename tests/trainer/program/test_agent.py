@@ -363,5 +363,5 @@ def test_a_run_is_resumed_from_an_object_store(tmp_path, s3):
     assert step == 6
     assert storage.read_file(uri, "model/a.txt") == b"model"
     assert storage.verify(uri).fields["program"]["checkpoint"]
-    assert completion.is_over(job)
+    assert is_over(job)
     assert read_history(checkpoints)[-1]["global_step"] == 6

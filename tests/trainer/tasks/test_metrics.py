@@ -62,7 +62,9 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone():
     assert found["metrics"]["macro_recall"] == pytest.approx(expected)
 
 
-def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
+def test_classes_of_all_or_no_examples_have_no_area_and_no_curve():
+    for label in (0, 1):
+        assert metrics.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
     labels, logits = np.zeros(5, int), np.eye(5, 3, dtype=np.float32)
     rows = measure(labels, logits)["per_class"]
     assert [row["auc"] for row in rows] == [None] * 3
@@ -116,11 +118,6 @@ def test_a_curve_falls_from_one_threshold_to_the_next_and_is_finite(classes):
     assert (np.diff(found[:, :2], axis=0) >= 0).all()
     assert (np.diff(found[:, 2]) <= 0).all()
     assert all(type(value) is float for point in metrics.roc(labels, logits) for value in point)
-
-
-@pytest.mark.parametrize("label", [0, 1])
-def test_of_one_class_there_is_no_curve(label):
-    assert metrics.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
 
 
 def test_a_thousand_classes_of_which_most_do_not_occur():

@@ -94,11 +94,15 @@ def test_an_evaluation_has_metrics_by_query_in_parts_of_any_size():
     assert found["tables"][0]["rows"][0] == ["all", len(np.unique(groups))]
 
 
-def test_without_a_group_it_measures_examples_alone():
+def test_without_a_group_it_measures_examples_alone_and_the_group_is_the_datasets():
     _, labels, outputs = case()
     task = Ranking(target(labels))
     assert task.columns == ()
     assert "ndcg" not in evaluated(task, InParts(labels, outputs))["metrics"]
+    found = dataset(label=feature(classes=2))
+    found.group = "query"
+    task = registry.create(TaskConfig(name="ranking"), found)
+    assert (task.columns, task.output_shape) == (("query",), (1,))
 
 
 def test_texts_name_queries_and_a_query_of_one_kind_has_no_area():
@@ -108,11 +112,3 @@ def test_texts_name_queries_and_a_query_of_one_kind_has_no_area():
     )
     assert found["mrr"].values.tolist() == [0.5, 1]
     assert found["query_auc"].values.tolist() == [0]
-
-
-def test_the_group_is_that_of_the_dataset():
-    found = dataset(label=feature(classes=2))
-    found.group = "query"
-    task = registry.create(TaskConfig(name="ranking"), found)
-    assert task.columns == ("query",)
-    assert task.output_shape == (1,)

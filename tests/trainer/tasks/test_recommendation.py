@@ -128,19 +128,13 @@ def refused(group="user", **args):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("k", [[0], [-1], [10, 0.5], [True], ["10"]])
-def test_a_number_below_one_is_refused(k):
-    assert refused(k=k) == (
-        f"task recommendation: k: {k[-1]!r} is not allowed; it must be a whole number of at least 1"
-    )
-
-
-def test_numbers_have_to_be_a_list():
+def test_numbers_and_features_that_do_not_fit_are_refused():
+    for k in ([0], [-1], [10, 0.5], [True], ["10"]):
+        line = f"k: {k[-1]!r} is not allowed; it must be a whole number of at least 1"
+        assert refused(k=k) == f"task recommendation: {line}"
     assert "k: 10 is not allowed; write a list of numbers, such as [10, 100]" in refused(k=10)
     assert "k: [] is not allowed" in refused(k=[])
-
-
-def test_a_user_and_an_item_have_to_be_named():
+    # A user and an item have to be named.
     assert "set data.group" in refused(group="")
     assert "there is no feature 'itme'; did you mean 'item'?" in refused(item="itme")
 

@@ -24,8 +24,8 @@ from flotilla.trainer.promotion import lineage, registry
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 from tests.pipelines.called import call, setting
-from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
-from tests.pipelines.replay.gate_run import RUN, prepared, published
+from tests.pipelines.cluster_run import PLANTS, ClusterRun, write_code
+from tests.pipelines.gate_run import RUN, prepared, published
 from tests.trainer.small_run import small_run
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")

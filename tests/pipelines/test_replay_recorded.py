@@ -12,7 +12,7 @@ from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer import storage
 from flotilla.trainer.report import heading
 from flotilla.trainer.runtime.errors import USAGE, UserError
-from tests.pipelines.replay.gate_run import RUN, prepared
+from tests.pipelines.gate_run import RUN, prepared
 
 
 @pytest.fixture
