@@ -69,14 +69,15 @@ class Deadlines:
         self.is_taken_up = self._is_suspended = self._is_put_back = False
         # Total running time of earlier jobs of this run, in seconds.
         self._ran = 0.0
-        self._stage, self._entered_at, self._progressed_at = "", clock(), clock()
+        self._stage, self._entered_at = pod_state.QUEUEING, clock()
         self.begin_again()
 
     def begin_again(self) -> None:
         """Enter the stage `queueing` of a new job."""
         if self.has_run:
             self._ran += self._clock() - self._entered_at
-        self._enter(pod_state.QUEUEING)
+        self._stage = pod_state.QUEUEING
+        self._entered_at = self._progressed_at = self._clock()
         # The time at which each pod first failed to start, by pod uid.
         self._failing_since: dict[str, float] = {}
         # The guard's report about names that do not resolve; empty if all resolve.

@@ -100,10 +100,6 @@ class Stop:
         leader = self._leader_pod(api)
         return leader is None or pod_state.has_ended(leader)
 
-    def pods(self, api: Api) -> list[Tree]:
-        """Return the pods of the job."""
-        return api.list_labelled(PODS, self.kind.selector(self.name))
-
     def _is_gone(self, api: Api) -> bool:
         metadata = api.get(self.kind.resource, self.name)["metadata"]
         return metadata["uid"] != self.uid or bool(metadata.get("deletionTimestamp"))
@@ -159,7 +155,8 @@ class SuspendingStop(Stop):
         """Return whether the leading task or, if the job is suspended, every pod has ended."""
         if not self._is_suspended:
             return super().has_ended(api)
-        return all(pod_state.has_ended(pod) for pod in self.pods(api))
+        pods = api.list_labelled(PODS, self.kind.selector(self.name))
+        return all(map(pod_state.has_ended, pods))
 
 
 def is_stop_requested(api: Api, job: Tree) -> bool:

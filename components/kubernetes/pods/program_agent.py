@@ -4,8 +4,8 @@ Usage: python -m flotilla.components.kubernetes.pods.program_agent --dataset URI
 
 The agent (`flotilla.trainer.program`) communicates with the guard in the user's container. As with
 Flotilla's trainer, the sidecar of the leading task ends the job if the launcher requests it or is
-dead (`launcher_watch`). Workers and servers end after the leading task (`shutdown`). The kubelet
-stops the sidecar after the user's container has ended, and restarts a sidecar that exits earlier.
+dead, and workers and servers end after the leading task (`shutdown`). The kubelet stops the sidecar
+after the user's container has ended, and restarts a sidecar that exits earlier.
 """
 
 from __future__ import annotations

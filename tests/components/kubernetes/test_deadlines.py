@@ -241,6 +241,10 @@ def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     deadlines.begin_again()
     assert not deadlines.has_run
     assert deadlines.seconds_left() == 50
+    now = 70.0
+    # A job that is made again before all of its tasks ran queues again, too.
+    deadlines.begin_again()
+    assert deadlines.seconds_left() == 50
     now = 80.0
     deadlines.observe([pod])
     # The pod ran for 60 s; the 20 s in which the job was recreated do not count.
