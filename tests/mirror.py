@@ -35,7 +35,7 @@ ELSEWHERE = {
     "configs": ("tests/pipelines/test_configs.py", "tests/docs"),
     "deploy": (
         "tests/test_deploy.py",
-        "tests/components/kubernetes/test_client_permissions.py",
+        "tests/components/kubernetes/test_requirements.py",
     ),
     "examples": ("tests/examples",),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),

@@ -38,7 +38,7 @@ def run(
     code: opt.Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
-    return _run("run", **locals())
+    return _run("run", label, assignments, code, config=config, workdir=workdir, resume=resume)
 
 
 @answers
@@ -50,7 +50,7 @@ def prepare(
     code: opt.Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
-    return _run("prepare", **locals())
+    return _run("prepare", label, assignments, code, config=config, workdir=workdir)
 
 
 @answers
@@ -64,7 +64,10 @@ def train(
     code: opt.Code = None,
 ) -> Answer:
     """Train a model, after preparing the dataset if it is not yet published."""
-    return _run("train", **locals())
+    return _run(
+        "train", label, assignments, code,
+        config=config, workdir=workdir, dataset=dataset, resume=resume,
+    )  # fmt: skip
 
 
 def make_answer(result: RunResult) -> Answer:

@@ -14,8 +14,8 @@ import pytest
 from flotilla.components.records.record import record_stage as in_step
 from flotilla.components.records.run_store import Given, digests, record_call
 from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines import replay as replays
 from flotilla.pipelines.replay import RecordedStep, find, replay
-from flotilla.pipelines.replay import replay as replays
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer import storage
 from flotilla.trainer.config.form import FIELDS, from_form, to_form, to_local_form

@@ -6,8 +6,8 @@ import shlex
 
 import pytest
 
+from flotilla.pipelines import replay
 from flotilla.pipelines.cli import app
-from flotilla.pipelines.replay import replay
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer import storage
 from flotilla.trainer.report import heading

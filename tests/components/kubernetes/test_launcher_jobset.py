@@ -14,19 +14,17 @@ from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.components.kubernetes.supervisor import Supervisor
+from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
-from tests.components.kubernetes.attempts import Attempt, heard, job_of, step, without_beats
-from tests.components.kubernetes.jobset_attempts import (
-    KINDS,
-    MESSAGE,
-    finish,
-    kill_launcher,
-    prepare,
-    start,
-    tree_of,
-    uids,
+from tests.components.kubernetes.attempts import (
+    Attempt,
+    heard,
+    job_of,
+    settings,
+    step,
+    without_beats,
 )
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
@@ -34,10 +32,53 @@ from tests.kubernetes.conditions import condition
 from tests.kubernetes.control import USER
 from tests.kubernetes.jobset_api import with_schema
 
+MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
+KINDS = ("jobsets", "jobs", "pods", "leases", "services")
+
+
+def tree_of(max_restarts=3, workers=1, job=None, **deadlines):
+    tree = settings(max_restarts, **deadlines)
+    tree["cluster"] |= {"launcher": "jobset", "workers": workers}
+    tree["cluster"]["kubernetes"]["job"] = job or {}
+    return tree
+
+
+def start(kube, **more):
+    attempt = Attempt(job_of(tree_of(**more)))
+    kube.wait_watched("jobsets", "pods")
+    kube.run_all()
+    return attempt
+
+
+def finish(kube, attempt):
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobsets())
+    kube.end_deleted()
+    attempt.succeed()
+    kube.store.wait(lambda: not [kind for kind in KINDS if kube.store.all(kind, NAMESPACE)])
+
+
+def uids(kube):
+    return {task: pod["metadata"]["uid"] for task, pod in kube.pods().items()}
+
+
+def kill_launcher(kube):
+    with step(kube, tree_of()) as process:
+        kube.wait_renewed()
+        kube.run_all()
+        kube.wait_followed("chief-0")
+        process.signal(signal.SIGKILL)
+        process.end()
+
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
-    return prepare(kube, tmp_path / "events.jsonl", monkeypatch)
+    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
+    path = tmp_path / "events.jsonl"
+    kube.install_jobset()
+    kube.store.graceful.add("pods")
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
 
 
 def fail(kube, attempt):

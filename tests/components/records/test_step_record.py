@@ -33,7 +33,7 @@ from tests.components.called_steps import ended
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.page import Page
-from tests.trainer.report.test_report_summary import rows_of
+from tests.trainer.report.test_report import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
 
 RUN = "0b7c"

@@ -161,7 +161,7 @@ sys.exit(3)
     shell = "python3 -m kfp.dsl.executor_main"
     step = ("sh", "-c", shell, source, "--executor_input", "{}", "--function_to_execute")
     # The server loads KFP first, which may take long.
-    monkeypatch.setattr(fork_request, "_SECONDS", 300.0)
+    monkeypatch.setattr(forks, "_SECONDS", 300.0)
     # `prepare` does not always need TensorFlow, so the server does not import it.
     with local_child.forking(tmp_path, "prepare") as fork_steps:
         fork_steps()
