@@ -97,18 +97,11 @@ class Listing:
         """The root folders of the files."""
         return sorted({file.root for file in self.files})
 
-    def select_spans(self, spans: Iterable[str]) -> Listing:
-        """Return the files of these spans, and the files without a span."""
-        kept = {"", *spans}
-        kept_files = tuple(file for file in self.files if file.span in kept)
-        return replace(self, files=kept_files)
-
     def to_json(self) -> bytes:
         """Return the listing as compressed JSON, with one short row per file."""
-        roots = self.roots
-        number = {root: place for place, root in enumerate(roots)}
+        number = {root: place for place, root in enumerate(self.roots)}
         rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
-        tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
+        tree = {"schema": SCHEMA, "root": self.root, "roots": self.roots, "files": rows}
         tree |= {"hidden": dict(self.hidden)} if self.hidden else {}
         text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
         # Omit the timestamp, so that equal listings give equal bytes.
@@ -144,10 +137,10 @@ def span_order(span: str) -> tuple[int, str]:
 
 def list_source(config: DataConfig) -> Listing:
     """Return all files of `data.source`, regardless of `data.spans`. Raises `UserError`."""
-    named = [split for split in SPLITS if config.splits.is_named(split)]
     wanted = {
         split: patterns.below(config.source, str(getattr(config.splits, split)), split)
-        for split in named
+        for split in SPLITS
+        if config.splits.is_named(split)
     } or {"": patterns.parse("data.source", config.source)}
     files: list[SourceFile] = []
     hidden: Counter[str] = Counter()
@@ -175,8 +168,10 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
         return listing
     if spans == SINCE_CHAMPION:
         taken = [span for span, digest in listing.spans.items() if seen.get(span) != digest]
-        return listing.select_spans(taken)
-    return listing.select_spans(there[-1 if spans == NEWEST else -int(spans) :])
+    else:
+        taken = there[-1 if spans == NEWEST else -int(spans) :]
+    kept = {"", *taken}
+    return replace(listing, files=tuple(file for file in listing.files if file.span in kept))
 
 
 def require_listed(file: Any, size: int, tag: str) -> None:
@@ -259,9 +254,16 @@ def _match_files(pattern: Pattern, split: str, hidden: Counter[str]) -> list[Sou
             root, path = storage.parent_of(root), storage.name_of(root)
         file = SourceFile(root, path, found.bytes, found.tag, matched.span, split)
         (below if matched.is_below else exact).append(file)
-    if not exact and not below:
-        raise UserError(_nothing(pattern, count, others))
-    return exact or below
+    if exact or below:
+        return exact or below
+    at = _format_location(pattern.root)
+    if not count:
+        raise UserError(f"{pattern.key}: there is no file at {at} (hidden files are ignored)")
+    few = ", ".join(map(repr, others))
+    raise UserError(
+        f"{pattern.key}: no file matches {pattern.text!r}, but {count} other files are at {at}, "
+        f"such as {few}; change the pattern, or put files there"
+    )
 
 
 def _list_files(pattern: Pattern, hidden: Counter[str]) -> Iterator[Any]:
@@ -282,17 +284,6 @@ def _is_hidden(path: str) -> bool:
     # Hide a path with an empty name, such as "a//b", because no file on a disk can have it.
     names = path.split("/") if path else []
     return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
-
-
-def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
-    at = _format_location(pattern.root)
-    if not count:
-        return f"{pattern.key}: there is no file at {at} (hidden files are ignored)"
-    few = ", ".join(repr(each) for each in others)
-    return (
-        f"{pattern.key}: no file matches {pattern.text!r}, but {count} other files are at {at}, "
-        f"such as {few}; change the pattern, or put files there"
-    )
 
 
 def _format_location(uri: str) -> str:

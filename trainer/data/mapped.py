@@ -170,12 +170,12 @@ class MappedSource(Source):
             number = end
             yield batch, rows
 
-    def _make_error(self, error: Exception, part: Part, number: int) -> UserError:
+    def _make_error(self, error: object, part: Part, number: int) -> UserError:
         return UserError(f"{self.name} {error} ({self.place(part, number)})")
 
     def _refuse(self, row: _Row, what: str) -> None:
-        error = UnsuitableError(f"must return the same names for every row, but returned {what}")
-        raise self._make_error(error, row.part, row.number)
+        said = f"must return the same names for every row, but returned {what}"
+        raise self._make_error(said, row.part, row.number)
 
     def _store(self, row: _Row, name: str, selection: Selection) -> Any:
         if name not in row.example:
@@ -187,8 +187,9 @@ class MappedSource(Source):
             raise self._make_error(error, row.part, row.number) from None
 
     def _leaf(self, name: str, rows: Sequence[_Row], classes: Any) -> Leaf:
-        said = self._config.types.get(name, "")
-        if self._is_image(name, rows[0].example[name], said):
+        said, given = self._config.types.get(name, ""), self._given.specs.get(name)
+        value, is_kept = rows[0].example[name], given is not None and given.stored == "image"
+        if said == "image" or (not said and is_kept and not value.ndim and value.dtype == _TEXT):
             return image_leaf(self._config.image)
         values: list[Any] = []
         for row in rows:
@@ -200,11 +201,6 @@ class MappedSource(Source):
             except UnsuitableError as error:
                 raise self._make_error(error, row.part, row.number) from None
         return infer_leaf(name, values, classes)
-
-    def _is_image(self, name: str, value: Value, said: str) -> bool:
-        given = self._given.specs.get(name)
-        is_kept = given is not None and given.stored == "image"
-        return said == "image" if said else is_kept and not value.ndim and value.dtype == _TEXT
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
         labels = self._config.label or (DEFAULT_LABEL,)

@@ -205,12 +205,8 @@ def _batch_from_memory(
     return tf.data.Dataset.zip((whole, tf.data.Dataset.counter())).map(reorder)
 
 
-def read_whole_split(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
-    """Return a dataset with one element, the whole training split in the order of the files."""
-    return _make_whole(spec, read_rows(spec, files, spec.roles))
-
-
 def _make_whole(spec: DatasetSpec, rows: tf.data.Dataset) -> tf.data.Dataset:
+    """Return a dataset with one element, all rows of the training split."""
     examples = spec.examples("train")
     size = _DECODED if _has_images(spec) else examples
     return _batch(spec, rows, partial(to_keras_batch, spec), size).rebatch(examples)
@@ -247,10 +243,10 @@ def _shuffle(
 
 def _index(files: Files) -> tf.Tensor:
     if isinstance(files, str):
-        return tfrecords.decode_index(
-            tf.io.read_file(str(PurePath(files).with_name(tfrecords.INDEX_FILE)))
-        )
-    return tfrecords.decode_index(tfrecords.find_blocks([Path(path) for path in files]))
+        content = tf.io.read_file(str(PurePath(files).with_name(tfrecords.INDEX_FILE)))
+    else:
+        content = tfrecords.find_blocks([Path(path) for path in files])
+    return tfrecords.decode_index(content)
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
@@ -350,7 +346,8 @@ def make_random_access(
     """Return the graphs for the training split in `folder`, a path on the worker."""
     files = [f"{folder}/{name}" for name in spec.files("train")]
     if fits_in_memory(spec) if in_memory is None else in_memory:
-        return ByNumber(held=lambda: read_whole_split(spec, files), read=_gather, run=1)
+        rows = partial(read_rows, spec, files, spec.roles)
+        return ByNumber(held=lambda: _make_whole(spec, rows()), read=_gather, run=1)
 
     def held() -> tf.data.Dataset:
         path = tf.data.Dataset.from_tensors(f"{folder}/{tfrecords.INDEX_FILE}")

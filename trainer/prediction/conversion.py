@@ -43,15 +43,16 @@ def convert(wanted: RecordedInput, array: pa.Array, config: DataConfig, folder: 
     """
     column, spec = wanted.column, wanted.spec
     if column.type == "image" and not is_list(array.type):
-        return Converted(*Pictures(config.image, folder).decode_all(spec, array.to_pylist()))
+        values, bad, why = Pictures(config.image, folder).decode_all(spec, array.to_pylist())
+        return Converted(make_rows(spec, values), bad, why)
     if spec.shape:
         return _lists(spec, array, pads=wanted.feature in config.shapes)
     try:
         return _check_range(spec, array, convert_rows(column, array, required=False))
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
         size = len(array)
-        why = f"is {array.type}, but the model needs type {column.type}"
-        return Converted(np.zeros(size), np.ones(size, np.bool_), [why] * size)
+        words = f"is {array.type}, but the model needs type {column.type}"
+        return Converted(np.zeros(size), np.ones(size, np.bool_), [words] * size)
 
 
 def make_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:

@@ -62,7 +62,6 @@ def test_spans_come_in_their_order_and_not_in_that_of_their_names(folder):
     found = listed(at / "s-{SPAN}.csv")
     assert list(found.spans) == ["2", "9", "10"]
     assert [file.span for file in found.files] == ["2", "9", "10"]
-    assert paths(found.select_spans(["9"])) == ["s-9.csv"]
 
 
 def test_splits_have_files_of_their_own(folder):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 
 from flotilla.trainer.config.data import DataGateConfig
 from flotilla.trainer.config.thresholds import GateConfig
@@ -84,6 +85,4 @@ def _split(columns, specs, inputs, label):
 def _stored(column):
     if column.dtype.kind not in "UO":
         return column
-    texts = np.empty(len(column), object)
-    texts[:] = [str(each).encode() for each in column]
-    return texts
+    return pa.array([str(each).encode() for each in column], pa.large_binary())

@@ -5,6 +5,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataGateConfig
+from flotilla.trainer.data.columns import make_columns
 from flotilla.trainer.data.splits import split_by_hash
 from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.features.dataset_spec import SCHEMA
@@ -32,7 +33,7 @@ def customers(count, *, first=0):
 
 def drawn(columns, seed=0):
     """Return each row's split, drawn by hash as for a source of files."""
-    return split_by_hash(hashes(columns, seed), validation=0.1, test=0.2)
+    return split_by_hash(hashes(make_columns(FEATURES, columns), seed), validation=0.1, test=0.2)
 
 
 def dataset(folder, columns, splits, spans=()):
@@ -40,7 +41,8 @@ def dataset(folder, columns, splits, spans=()):
     known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
     for number, split in enumerate(SPLITS):
         rows = splits == number
-        known[split].add({name: each[rows] for name, each in columns.items()})
+        chosen = {name: each[rows] for name, each in columns.items()}
+        known[split].add(make_columns(FEATURES, chosen))
     source = folder.with_name(f"{folder.name}-source")
     source.mkdir(parents=True)
     results = Statistics(splits={split: each.result() for split, each in known.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keras
 import numpy as np
+import pyarrow as pa
 import pytest
 import tensorflow as tf
 
@@ -26,7 +27,7 @@ IS_BAD = [0, 1, 1, 0] * 30
 
 def built(texts, **args):
     found = Accumulator(TEXT, ["said"], [], vocabulary=1000)
-    found.add({"said": np.array([text.encode() for text in texts], object)})
+    found.add({"said": pa.array([text.encode() for text in texts], pa.large_binary())})
     known = Statistics(splits={"train": found.result()})
     learnt = Learnt(lambda: (statistics.to_bytes(known), "file:///d"))
     spec = InputSpec.of(TEXT, ["said"], (2,), learnt=learnt)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.dataset_builder import FileReaderBuilder
 
-from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.features import Fit, Selection
 from flotilla.trainer.data.images import UndecodableError, resize, stored_image
 from flotilla.trainer.data.source import Part
@@ -140,9 +140,9 @@ def fit_value(fit: Fit, value: Any) -> tf.Tensor:
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
-    # Compare exact types, because a subclass may store its values in another form.
-    if datasets.is_folder(source):
+    if not isinstance(source, FileReaderBuilder):
         return False
+    # Compare exact types, because a subclass may store its values in another form.
     return source.info.file_format == tfds.core.FileFormat.TFRECORD and all(
         type(connector) in _PLAIN and path in source.info.features
         for path, connector in selection.connectors.items()

@@ -43,7 +43,7 @@ EMBEDDED = {
 # Datasets that are no longer embedded, with advice on what to use instead.
 _MOVED = {
     "clicks_large": "moved to the examples in 0.2; use clicks_large:ClicksLarge "
-    "with --code examples/clicks_large of the source code",
+    "with --code examples/clicks_large of the source code"
 }
 
 

@@ -80,6 +80,10 @@ _IMAGE = tfds.features.Image(shape=(8, 8, 1))
 _NUMBER = tfds.features.Scalar(np.float32)
 
 
+def _vector(size: int) -> Any:
+    return tfds.features.Tensor(shape=(size,), dtype=np.float32)
+
+
 class Digits(_Embedded):
     """1,437 training and 360 test examples of digits (E. Alpaydin, C. Kaynak, UCI, 1998)."""
 
@@ -111,61 +115,59 @@ class DigitProperties(_Embedded):
         return {"image": images, "properties": true}, *_draw_splits(len(digits))
 
 
-class Diabetes(_Embedded):
+class _Table(_Embedded, skip_registration=True):  # type: ignore[call-arg]
+    """Base class of the tables. `LOADER` is the function of scikit-learn that returns the table."""
+
+    LOADER: ClassVar[str]
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def _load(self) -> Loaded:
+        found = getattr(_source(), self.LOADER)(**self.OPTIONS)
+        train, test = _draw_splits(len(found.data))
+        mean, std = found.data[train].mean(axis=0), found.data[train].std(axis=0)
+        names = [name for name in self.FEATURES if name != "features"]
+        is_class = found.target.dtype.kind in "iu"
+        labels = found.target if is_class else found.target.astype(np.float32)
+        columns = dict(zip(names, labels.reshape(len(labels), -1).T, strict=True))
+        return {"features": ((found.data - mean) / std).astype(np.float32), **columns}, train, test
+
+
+class Diabetes(_Table):
     """Progression of diabetes after one year in 442 patients (Efron et al. 2004)."""
 
-    FEATURES: ClassVar[Features] = {
-        "features": tfds.features.Tensor(shape=(10,), dtype=np.float32),
-        "progression": _NUMBER,
-    }
+    LOADER, OPTIONS = "load_diabetes", {"scaled": False}
+    FEATURES: ClassVar[Features] = {"features": _vector(10), "progression": _NUMBER}
     KEYS = ("features", "progression")
 
-    def _load(self) -> Loaded:
-        found = _source().load_diabetes(scaled=False)
-        return _table(found.data, progression=found.target.astype(np.float32))
 
-
-class Linnerud(_Embedded):
+class Linnerud(_Table):
     """Weight, waist and pulse of 20 men, by their results in three exercises (Tenenhaus 1998)."""
 
-    FEATURES: ClassVar[Features] = {
-        "features": tfds.features.Tensor(shape=(3,), dtype=np.float32),
-        **dict.fromkeys(("weight", "waist", "pulse"), _NUMBER),
-    }
+    LOADER = "load_linnerud"
     KEYS = ("features", ("weight", "waist", "pulse"))
-
-    def _load(self) -> Loaded:
-        found = _source().load_linnerud()
-        columns = found.target.astype(np.float32).T
-        return _table(found.data, **dict(zip(self.KEYS[1], columns, strict=True)))
+    FEATURES: ClassVar[Features] = {"features": _vector(3), **dict.fromkeys(KEYS[1], _NUMBER)}
 
 
-class Wine(_Embedded):
+class Wine(_Table):
     """The grower (one of three) of each of 178 wines (Aeberhard and Forina, UCI, 1991)."""
 
+    LOADER = "load_wine"
     FEATURES: ClassVar[Features] = {
-        "features": tfds.features.Tensor(shape=(13,), dtype=np.float32),
+        "features": _vector(13),
         "grower": tfds.features.ClassLabel(names=["first", "second", "third"]),
     }
     KEYS = ("features", "grower")
 
-    def _load(self) -> Loaded:
-        found = _source().load_wine()
-        return _table(found.data, grower=found.target)
 
-
-class BreastCancer(_Embedded):
+class BreastCancer(_Table):
     """The diagnosis (malignant or benign) of 569 tumours (Wolberg et al., UCI, 1995)."""
 
+    LOADER = "load_breast_cancer"
     FEATURES: ClassVar[Features] = {
-        "features": tfds.features.Tensor(shape=(30,), dtype=np.float32),
+        "features": _vector(30),
         "diagnosis": tfds.features.ClassLabel(names=["malignant", "benign"]),
     }
     KEYS = ("features", "diagnosis")
-
-    def _load(self) -> Loaded:
-        found = _source().load_breast_cancer()
-        return _table(found.data, diagnosis=found.target)
 
 
 class Brackets(_Embedded):
@@ -257,12 +259,6 @@ def _digits() -> tuple[Any, Any]:
     found = _source().load_digits()
     # Scale the pixels, which range from 0 to 16 in the source, to the range of uint8.
     return np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis], found.target
-
-
-def _table(inputs: NDArray[Any], **labels: NDArray[Any]) -> Loaded:
-    train, test = _draw_splits(len(inputs))
-    mean, std = inputs[train].mean(axis=0), inputs[train].std(axis=0)
-    return {"features": ((inputs - mean) / std).astype(np.float32), **labels}, train, test
 
 
 def _draw_splits(count: int) -> tuple[Any, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,37 +71,34 @@ class ColumnScan:
     def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
         """Add the values of rows. `parsed` is true if the format has only strings, such as CSV."""
         self.rows += len(array)
-        kind = array.type
-        if pa.types.is_dictionary(kind):
-            array = pc.cast(array, kind.value_type)
-            kind = array.type
-        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-            array = _decode_texts(array)
-            kind = array.type
-        if is_text(kind):
+        if pa.types.is_dictionary(array.type):
+            array = pc.cast(array, array.type.value_type)
+        if pa.types.is_binary(array.type) or pa.types.is_large_binary(array.type):
+            # Read bytes as strings if all are valid UTF-8. Images are never valid UTF-8.
+            with suppress(pa.ArrowInvalid):
+                array = pc.cast(array, pa.string())
+        if is_text(array.type):
             self._add_texts(array, piece, numbers, parsed=parsed)
             return
-        missing = array.null_count
-        if pa.types.is_floating(kind):
+        missing, kind = array.null_count, get_kind(array.type)
+        if pa.types.is_floating(array.type):
             missing += pc.sum(pc.is_nan(array)).as_py() or 0
         self.empty += missing
-        self._count(get_kind(kind), len(array) - missing)
+        self._count(kind, len(array) - missing)
         self._measure(array)
-        if get_kind(kind) == "tensor":
+        if kind == "tensor":
             self._add_shapes(array)
             if self.gathers:
                 self._see(pc.list_flatten(array))
-        elif get_kind(kind) in ("int", "bool") or (self.gathers and get_kind(kind) == "float"):
+        elif kind in ("int", "bool") or (self.gathers and kind == "float"):
             self._see(array)
 
     def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
         """Add images by their sizes. `missing` is the number of images that cannot be decoded."""
-        for size in measured:
-            self.rows += 1
-            self._count("image", 1)
-            if len(self.shapes) < _SEEN:
-                self.shapes.add(size)
-        self.rows += missing
+        sizes = list(measured)
+        self._count("image", len(sizes))
+        self.shapes.update(sizes[: max(0, _SEEN - len(self.shapes))])
+        self.rows += len(sizes) + missing
 
     @property
     def missing(self) -> int:
@@ -212,7 +210,13 @@ class ColumnScan:
         known, counts = texts.values.filter(pa.array(left)), texts.counts[left]
         if parsed and missing.any() and self._add_plain(known, counts):
             return
-        left[left] = self._add_parsed(known, counts) if parsed else self._add_times(known, counts)
+        if parsed:
+            left[left] = self._add_parsed(known, counts)
+        else:
+            # In JSON, timestamps are strings.
+            times = _mask(text_values.matches(known, text_values.TIME))
+            self._count("time", int(counts[times].sum()))
+            left[left] = ~times
         if left.any():
             self._count("text", int(texts.counts[left].sum()))
             others = texts.values.filter(pa.array(left))
@@ -223,12 +227,6 @@ class ColumnScan:
                 given = text_values.trim_texts(array.take(pa.array(rows)))
                 named = zip(np.asarray(numbers)[rows].tolist(), given.to_pylist(), strict=True)
                 self.texts += [(piece, *each) for each in named]
-
-    def _add_times(self, known: pa.Array, counts: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Add timestamps that are strings, as in JSON. Return a mask of the other strings."""
-        times = _mask(text_values.matches(known, text_values.TIME))
-        self._count("time", int(counts[times].sum()))
-        return ~times
 
     def _add_plain(self, known: pa.Array, counts: NDArray[np.int64]) -> bool:
         """Add strings if all are plain numbers, and return whether they are (the fast path)."""
@@ -277,23 +275,18 @@ class ColumnScan:
         return found
 
     def _add_shapes(self, array: pa.Array) -> None:
-        depth, kind, level = 0, array.type, array.drop_null()
+        level = array.drop_null()
         shape: list[tuple[int, ...]] = [()]
-        while is_list(kind):
+        while is_list(level.type):
             lengths = pc.unique(pc.list_value_length(level)).to_pylist()
             shape = [(*each, length or 0) for each in shape for length in lengths]
-            level, kind, depth = pc.list_flatten(level), kind.value_type, depth + 1
+            level = pc.list_flatten(level)
         self.shapes.update(shape)
-        if not pa.types.is_null(kind):
-            self.tensor = _wider(self.tensor, get_kind(kind))
+        if not pa.types.is_null(level.type):
+            self.tensor = _wider(self.tensor, get_kind(level.type))
 
 
-_FITTING = {
-    "int": {"int"},
-    "float": {"int", "huge", "float"},
-    "bool": {"bool"},
-    "time": {"time"},
-}
+_FITTING = {"int": {"int"}, "float": {"int", "huge", "float"}, "bool": {"bool"}, "time": {"time"}}
 _KINDS = {"b": "bool", "i": "int", "u": "int", "f": "float"}
 _PATTERNS = {
     "code": text_values.CODE,
@@ -315,14 +308,6 @@ def _mask(array: pa.Array) -> NDArray[np.bool_]:
     return found
 
 
-def _decode_texts(array: pa.Array) -> pa.Array:
-    """Return bytes as strings if all are valid UTF-8. Images are never valid UTF-8."""
-    try:
-        return pc.cast(array, pa.string())
-    except pa.ArrowInvalid:
-        return array
-
-
 def is_list(kind: pa.DataType) -> bool:
     """Return whether an Arrow type is a list."""
     return bool(
@@ -337,10 +322,8 @@ def get_kind(kind: pa.DataType) -> str:
     for test, name in _ARROW:
         if test(kind):
             return name
-    if is_list(kind):
-        inner = kind.value_type
-        return "tensor" if get_kind(inner) in ("int", "float", "bool", "text", "tensor") else ""
-    return ""
+    inner = get_kind(kind.value_type) if is_list(kind) else ""
+    return "tensor" if inner in ("int", "float", "bool", "text", "tensor") else ""
 
 
 def is_text(kind: pa.DataType) -> bool:

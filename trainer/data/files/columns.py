@@ -1,4 +1,4 @@
-"""Types of the columns of files, inferred from all rows, not only from the first ones."""
+"""Types of the columns of files, and whether a label is a class or a quantity, by all rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, NUMBERS, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
-from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
+from flotilla.trainer.data.files.labels import (
+    Label,
+    list_classes,
+    read_label,
+    rows_without_class,
+)
 from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.text_values import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -196,7 +201,8 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
         return replace(column, shape=(given[0] or None, *given[1:]), pads=True)
     if len(shapes) <= 1:
         return replace(column, shape=next(iter(shapes), ()))
-    inner = {each[1:] for each in shapes if each != (0,)}
+    whole = [each for each in shapes if each != (0,)]
+    inner = {each[1:] for each in whole}
     if len(inner) == 1 and len(ranks) == 1 and not is_label:
         lengths = [each[0] for each in shapes]
         note = (
@@ -205,7 +211,6 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
             "to truncate and pad the lists"
         )
         return replace(column, shape=(None, *next(iter(inner))), note=_join(column.note, note))
-    whole = [each for each in shapes if each != (0,)]
     advice = f"set data.drop: [{name}], or write lists of the same depth"
     if len(ranks) == 1:
         largest = [max(sizes) for sizes in zip(*whole, strict=True)]
@@ -218,7 +223,7 @@ def _set_shape(config: DataConfig, column: Column, scan: ColumnScan, *, is_label
 
 def _check_said(name: str, said: str, scan: ColumnScan) -> None:
     best = _infer_format(scan) if said in ("int", "float") else ""
-    if best and scan.kinds.get("text", 0) >= NEARLY_ALL * sum(scan.kinds.values()):
+    if best and scan.kinds["text"] >= NEARLY_ALL * scan.kinds.total():
         raise UserError(
             f"data.types: {name!r} has values that are not of type {said}, such as "
             f"{scan.texts[0][2]!r}; set data.types: {{{name}: {best}}}"
@@ -242,8 +247,7 @@ def _unit(name: str, scan: ColumnScan) -> str:
 
 
 def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -> tuple[str, str]:
-    kinds = scan.kinds
-    total = sum(kinds.values())
+    kinds, total = scan.kinds, scan.kinds.total()
     if not total:
         return "text", "texts" if scan.marks else "no value in any row"
     if len(kinds) == 1 or set(kinds) <= {"int", "huge"}:
@@ -251,7 +255,7 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
     if set(kinds) <= set(NUMBERS):
         return "float", "numbers, some with a fraction or beyond 64 bits"
-    counted = sum(kinds.get(each, 0) for each in NUMBERS)
+    counted = sum(kinds[each] for each in NUMBERS)
     if set(kinds) <= {*NUMBERS, "code"}:
         return "text", "numbers, some with leading zeros"
     if counted < NEARLY_ALL * total:
@@ -269,9 +273,9 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
 
 
 def _infer_format(scan: ColumnScan) -> str:
-    texts, whole, huge, fractions = (scan.kinds.get(each, 0) for each in ("text", *NUMBERS))
+    texts, whole, huge, fractions = (scan.kinds[each] for each in ("text", *NUMBERS))
     whole += huge
-    others = sum(scan.kinds.values()) - texts - whole - fractions
+    others = scan.kinds.total() - texts - whole - fractions
     return text_values.find_kind(
         scan.writing, texts=texts, whole=whole, fractions=fractions, others=others
     )
@@ -297,7 +301,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
             f"numbers{f' ({other} if the comma is the decimal separator)' if both else ''}, or "
             f"{{{name}: text}} if they are texts"
         )
-    elif scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * sum(scan.kinds.values()):
+    elif scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * scan.kinds.total():
         yield (
             f"the column {name!r} has dates or times of day, such as {first!r}, and is read as "
             f"text; write them as 2026-11-23 10:30, or set data.types: {{{name}: text}} if they "
@@ -308,10 +312,11 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
 def _hint(scan: ColumnScan, kind: str) -> str:
     if not scan.kinds and not scan.marks:
         return "no value in any row"
-    missing = bool(scan.missing)
-    if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
+    if scan.missing:
+        return ""
+    if not scan.many and len(scan.values) == 1 and scan.rows > 1:
         return f"always {next(iter(scan.values))!r}"
-    if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
+    if kind == "text" and _FEWEST_IDS < scan.rows == len(scan.values):
         return "a different string in each row, like an id"
     return ""
 

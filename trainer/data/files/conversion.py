@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,8 +18,8 @@ from flotilla.trainer.data.columns import Column, make_column
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, is_list, is_text
 from flotilla.trainer.data.files.columns import Column as FileColumn
-from flotilla.trainer.data.files.labels import class_ids
 from flotilla.trainer.data.files.text_values import parse_numbers
+from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.feature_spec import FeatureSpec
 
 _DTYPES = {
@@ -57,11 +60,7 @@ def make_spec(column: FileColumn) -> FeatureSpec:
     if column.dtype == "float64":
         dtype, stored = _DTYPES["time"]
     return FeatureSpec(
-        shape=(),
-        dtype=dtype,
-        stored=stored,
-        num_classes=len(column.classes),
-        labels=column.classes,
+        shape=(), dtype=dtype, stored=stored, num_classes=len(column.classes), labels=column.classes
     )
 
 
@@ -198,6 +197,24 @@ def _texts(column: FileColumn, array: pa.Array, *, required: bool) -> Values:
     return Values(texts.cast(pa.large_binary()), bad, why)
 
 
+@lru_cache(maxsize=16)
+def _index(classes: tuple[str, ...]) -> ClassIndex:
+    # Cache the index, because indexing a million classes takes seconds and each block of rows needs
+    # the index.
+    return ClassIndex(classes)
+
+
+def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
+    """Return the class indices of strings, or -1 for an unknown class."""
+    index = _index(tuple(classes))
+    coded = pc.dictionary_encode(texts)
+    known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)
+    if not len(known):
+        return np.full(len(texts), -1, np.int64)
+    found: NDArray[np.int64] = known[coded.indices.to_numpy(zero_copy_only=False)]
+    return found
+
+
 def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     """Return values as strings, and a mask of bytes that are not valid UTF-8."""
     good = np.zeros(len(array), np.bool_)
@@ -210,15 +227,14 @@ def _decode_texts(array: pa.Array) -> tuple[pa.Array, NDArray[np.bool_]]:
     try:
         return pc.cast(array, pa.string()), good
     except pa.ArrowInvalid:
-        found = pa.array([_text(each) for each in array.to_pylist()], pa.string())
+        found = pa.array([_decode(each) for each in array.to_pylist()], pa.string())
         return found, pc.and_not(found.is_null(), array.is_null()).to_numpy(zero_copy_only=False)
 
 
-def _text(value: bytes | None) -> str | None:
-    try:
+def _decode(value: bytes | None) -> str | None:
+    with suppress(UnicodeDecodeError):
         return value.decode() if value is not None else None
-    except UnicodeDecodeError:
-        return None
+    return None
 
 
 def _tensor(column: FileColumn, array: pa.Array) -> Values:
@@ -280,9 +296,8 @@ def _plain_values(dtype: str, flat: pa.Array) -> Any:
 
 def _fit(column: FileColumn, row: Any) -> NDArray[Any] | None:
     """Convert a list to its column's shape, or return None if it does not fit."""
-    varies = None in column.shape
     # Treat a missing list as empty if lists may have any length.
-    given = [] if varies and row in (None, "") else row
+    given = [] if None in column.shape and row in (None, "") else row
     of_texts = column.dtype == "string"
     found = _of_texts(given) if of_texts else parse_numbers(given)
     if found is None:

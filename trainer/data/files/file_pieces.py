@@ -183,10 +183,7 @@ def select_pieces(config: DataConfig, listing: Listing, scratch: Path) -> FilePi
 
 
 def choose_reader(
-    config: DataConfig,
-    files: Sequence[Any],
-    scratch: Path,
-    hidden: Mapping[str, int] | None = None,
+    config: DataConfig, files: Sequence[Any], scratch: Path, hidden: Mapping[str, int] | None = None
 ) -> FilePieces:
     """Choose the files of one format, and their reader. Raises `ConfigError` or `UserError`.
 
@@ -195,8 +192,7 @@ def choose_reader(
     form, kept = one_format(config, files)
     notes = _note_unread(files, kept, hidden or {})
     if form == "images":
-        paths, uris = [file.path for file in kept], [file.uri for file in kept]
-        reader: Reader = ImageFilesReader(paths, uris, labelled=True)
+        reader: Reader = _image_reader(kept)
     elif form == "tfrecord":
         # Import the module only here, because it loads TensorFlow.
         from flotilla.trainer.data.files.formats.example_records import ExampleReader  # noqa: PLC0415
@@ -256,8 +252,12 @@ def arrange_by_class(config: DataConfig, images: FilePieces) -> FilePieces:
                 "to draw the splits instead, set data.splits: {train: '**/*'}"
             )
     files = shuffle_files(files, config.seed)
-    reader = ImageFilesReader([x.path for x in files], [x.uri for x in files], labelled=True)
-    return replace(images, files=files, reader=reader, notes=notes)
+    return replace(images, files=files, reader=_image_reader(files), notes=notes)
+
+
+def _image_reader(files: Sequence[Any]) -> ImageFilesReader:
+    paths, uris = [file.path for file in files], [file.uri for file in files]
+    return ImageFilesReader(paths, uris, labelled=True)
 
 
 def one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
@@ -308,12 +308,11 @@ def _note_unread(files: Sequence[Any], kept: Sequence[Any], hidden: Mapping[str,
     said = [f"{count} {suffix}" for suffix, count in suffixes.most_common()]
     said += [f"{unseen} with a name that starts with a dot or an underscore"] if unseen else []
     such = f", such as {others[0]}" if others else ""
-    if not said:
-        return []
-    return [
+    note = (
         f"data.source: {len(others) + unseen} of {len(files) + unseen} files are ignored "
         f"({', '.join(said)}){such}"
-    ]
+    )
+    return [note] if said else []
 
 
 @contextmanager

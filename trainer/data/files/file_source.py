@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data import splits
-from flotilla.trainer.data.columns import Column, Columns, count_lengths, make_texts, select_rows
+from flotilla.trainer.data.columns import Column, Columns, count_lengths, select_rows
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.files.columns import Column as FileColumn
 from flotilla.trainer.data.files.columns import decide, describe_columns
@@ -25,7 +26,7 @@ from flotilla.trainer.data.files.file_pieces import find_index, select_pieces
 from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
-from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan, Wanted
+from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan
 from flotilla.trainer.data.roles import LABELS, ColumnRoles
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress import Work
@@ -51,9 +52,8 @@ class FileSource(Source):
         self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
         self._files = select_pieces(config, listing, scratch)
-        self._said: dict[str, str] = dict(config.types)
-        if self._files.is_listing:
-            self._said |= {IMAGE: "image", LABEL: "class"}
+        of_images = {IMAGE: "image", LABEL: "class"} if self._files.is_listing else {}
+        self._said: dict[str, str] = {**config.types, **of_images}
         self._roles: ColumnRoles | None = None
         self._columns: dict[str, FileColumn] = {}
         self._scan: Scan | None = None
@@ -136,7 +136,7 @@ class FileSource(Source):
     @property
     def total(self) -> int:
         """The number of rows that are neither broken nor unlabeled."""
-        broken = self._scan.broken if self._scan else BrokenRows()
+        broken = (self._scan or Scan()).broken
         return broken.rows - broken.count - broken.unlabelled
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
@@ -159,7 +159,7 @@ class FileSource(Source):
 
     def notes(self) -> Sequence[str]:
         """Return notes on files, columns and rows."""
-        scan = self._scan or Scan()
+        scan, roles = self._scan or Scan(), self._roles
         said = list(self._files.notes)
         for text, files in list(scan.notes.items())[:_NAMED]:
             more = f" (and {len(files) - 1} more files)" if len(files) > 1 else ""
@@ -172,14 +172,13 @@ class FileSource(Source):
             for each in left_out
         ]
         said += [*(each.note for each in self._columns.values() if each.note)]
-        roles = self._roles
         if roles and roles.group in roles.inputs and roles.group and not self._config.splits.group:
             said.append(
                 f"data.splits: {roles.group!r} is an input and also data.group, so the rows of a "
                 f"group are in several splits; set data.splits: {{group: {roles.group}}} to keep "
                 "each group in one split"
             )
-        broken = self._scan.broken if self._scan else BrokenRows()
+        broken = scan.broken
         if broken.unlabelled:
             name, mark = broken.first_unlabelled[0][2], broken.unlabelled_mark
             kept = f"; set data.types: {{{name}: text}} if {mark!r} is a class" if mark else ""
@@ -194,7 +193,7 @@ class FileSource(Source):
 
     def facts(self) -> Mapping[str, Any]:
         """Return the spans, the columns with their types, and the numbers of rows left out."""
-        broken = self._scan.broken if self._scan else BrokenRows()
+        broken = (self._scan or Scan()).broken
         return {
             "spans": [*dict.fromkeys(file.span for file in self._files.files if file.span)],
             "columns": describe_columns(self._columns),
@@ -235,9 +234,11 @@ class FileSource(Source):
         labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
         classes = (each for each, kind in self._said.items() if kind == "class")
         config = self._config
-        wanted = Wanted(
+        scan = partial(
+            PieceScan,
+            files=self._files,
             names=names,
-            columns=columns,
+            wanted=columns,
             gathered=frozenset({*labels, *classes}),
             images=frozenset(each for each, kind in self._said.items() if kind == "image"),
             time=config.splits.time,
@@ -247,15 +248,9 @@ class FileSource(Source):
         )
 
         def scan_piece(piece: Piece, work: Work) -> Scan:
+            pictures = self._pictures(piece)
             with self._files.local(piece.file) as path:
-                return PieceScan(
-                    files=self._files,
-                    path=path,
-                    piece=piece,
-                    wanted=wanted,
-                    pictures=self._pictures(piece),
-                    work=work,
-                ).run()
+                return scan(path=path, piece=piece, pictures=pictures, work=work).run()
 
         total = Scan(names=names)
         for each in self._map_pieces("reading the files", scan_piece):
@@ -295,16 +290,12 @@ class FileSource(Source):
         below = weight and (
             weight.lowest < 0 or (weight.lowest == math.inf and "float" in weight.kinds)
         )
-        doubtful = (
-            scan.broken.count
-            or below
-            or any(
-                scan.columns[name].is_doubtful(column.type, required=name in needed)
-                or (column.type == "image" and self._config.bad_rows)
-                for name, column in self._columns.items()
-            )
+        doubtful = any(
+            scan.columns[name].is_doubtful(column.type, required=name in needed)
+            or (column.type == "image" and self._config.bad_rows)
+            for name, column in self._columns.items()
         )
-        if doubtful:
+        if scan.broken.count or below or doubtful:
             total = BrokenRows()
             for each in self._map_pieces("checking the rows", self._count_broken):
                 total.merge(each)
@@ -351,8 +342,7 @@ class FileSource(Source):
             if column.type == "image":
                 spec, pictures = make_spec(column), self._pictures(piece)
                 values, wrong, reasons = pictures.decode_all(spec, array.to_pylist())
-                encoded = make_texts(values) if spec.stored == "image" else values
-                result = Values(encoded, wrong, "")
+                result = Values(values, wrong, "")
             else:
                 result = convert_rows(column, array, required=name in needed)
                 if name == roles.weight:

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import NUMBERS, ColumnScan
 from flotilla.trainer.data.files.text_values import NEARLY_ALL
-from flotilla.trainer.features.class_names import ClassIndex, Spellings, lookalikes
+from flotilla.trainer.features.class_names import Spellings, lookalikes
 from flotilla.trainer.runtime.errors import UserError
 
 #: Maximum number of distinct whole numbers in a label that is read as classes, unless the file
@@ -60,7 +56,9 @@ def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label
     are_texts = not parsed and set(scan.kinds) == {"text"}
     if spellings.are_whole:
         return _read_whole(name, spellings, scan, are_texts=are_texts)
-    if set(scan.kinds) == {"time"} or _is_quantity(spellings, scan, are_texts=are_texts):
+    numbers = sum(scan.kinds[each] for each in NUMBERS)
+    is_quantity = spellings.are_numbers and not are_texts
+    if set(scan.kinds) == {"time"} or is_quantity or NEARLY_ALL * scan.kinds.total() <= numbers:
         return Label("", "", (), (_note_times(name),) if "time" in scan.kinds else ())
     found = _read_classes(name, "label of texts", spellings, scan)
     return replace(found, notes=(*found.notes, *_check_numbers(name, spellings, scan)))
@@ -71,13 +69,6 @@ def _note_times(name: str) -> str:
         f"the label {name!r} contains times, which are read as seconds since 1970; write the "
         f"number to predict, or set data.types: {{{name}: class}} if they are classes"
     )
-
-
-def _is_quantity(spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> bool:
-    if spellings.are_numbers and not are_texts:
-        return True
-    numbers = sum(scan.kinds.get(each, 0) for each in NUMBERS)
-    return NEARLY_ALL * sum(scan.kinds.values()) <= numbers
 
 
 def rows_without_class(scan: ColumnScan) -> int:
@@ -163,21 +154,3 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
     if not few or text_values.is_amount(writing):
         raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
     yield f"{says}, and is read as classes; {ways}, or {{{name}: class}} if they are classes"
-
-
-@lru_cache(maxsize=16)
-def _index(classes: tuple[str, ...]) -> ClassIndex:
-    # Cache the index, because indexing a million classes takes seconds and each block of rows needs
-    # the index.
-    return ClassIndex(classes)
-
-
-def class_ids(classes: Sequence[str], texts: pa.Array) -> NDArray[np.int64]:
-    """Return the class indices of strings, or -1 for an unknown class."""
-    index = _index(tuple(classes))
-    coded = pc.dictionary_encode(texts)
-    known = np.array([index.number(each) for each in coded.dictionary.to_pylist()], np.int64)
-    if not len(known):
-        return np.full(len(texts), -1, np.int64)
-    found: NDArray[np.int64] = known[coded.indices.to_numpy(zero_copy_only=False)]
-    return found

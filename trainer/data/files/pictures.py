@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import ImageConfig
 from flotilla.trainer.data import images
+from flotilla.trainer.data.columns import Column, make_texts
 from flotilla.trainer.data.features import image_spec
 from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.data.listing import SourceFile, require_listed
@@ -90,24 +91,21 @@ class Pictures:
 
     def decode_all(
         self, spec: FeatureSpec, values: Sequence[Any]
-    ) -> tuple[NDArray[Any], NDArray[np.bool_], list[str]]:
+    ) -> tuple[Column, NDArray[np.bool_], list[str]]:
         """Return images in stored form, a mask of those that cannot be decoded, and the reasons."""
+        is_encoded = spec.stored == "image"
         found: list[Any] = []
         reasons = []
         for value in values:
             try:
                 data = images.stored_image(self.data(value), spec.sizes[-1])
-                found.append(data if spec.stored == "image" else _pixels(data, spec))
+                found.append(data if is_encoded else _pixels(data, spec))
                 reasons.append("")
             except UndecodableError as error:
-                found.append(b"" if spec.stored == "image" else np.zeros(spec.sizes, np.uint8))
+                found.append(b"" if is_encoded else np.zeros(spec.sizes, np.uint8))
                 reasons.append(f"cannot be decoded: {error}")
         bad = np.array([bool(why) for why in reasons], np.bool_)
-        if spec.stored != "image":
-            return np.stack(found), bad, reasons
-        encoded = np.empty(len(found), object)
-        encoded[:] = found
-        return encoded, bad, reasons
+        return make_texts(found) if is_encoded else np.stack(found), bad, reasons
 
     def _below(self, value: str) -> str:
         path = value.replace("\\", "/")

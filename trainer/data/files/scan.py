@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,12 +160,13 @@ class Scan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
-    """The columns that a scan reads, and how.
+class PieceScan:
+    """Scans one piece.
 
     Attributes:
+        pictures: finds the images of the piece's rows. `work` counts the rows.
         names: all columns of the first file.
-        columns: columns to read, or empty for all of them.
+        wanted: columns to read, or empty for all of them.
         gathered: columns whose values may be classes.
         images: columns that name images.
         time: column of the timestamps that determine splits, or empty. `time_type` is its type.
@@ -172,39 +174,32 @@ class Wanted:
         measures: whether the sizes of images are needed.
     """
 
+    files: FilePieces
+    path: Path
+    piece: Piece
+    pictures: Pictures
+    work: Work
     names: tuple[str, ...]
-    columns: tuple[str, ...]
+    wanted: tuple[str, ...]
     gathered: frozenset[str]
     images: frozenset[str]
     time: str
     time_type: str
     whole: bool
     measures: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class PieceScan:
-    """Scans one piece. `pictures` finds the images of its rows, and `work` counts the rows."""
-
-    files: FilePieces
-    path: Path
-    piece: Piece
-    wanted: Wanted
-    pictures: Pictures
-    work: Work
     found: Scan = field(default_factory=Scan)
 
     def run(self) -> Scan:
         """Scan the piece, and return its statistics. Raises `UserError`."""
-        wanted, found = self.wanted, self.found
-        for name in wanted.columns:
+        found = self.found
+        for name in self.wanted:
             self._column(name)
         reader = self.files.reader
         if not self.piece.start and not self.files.is_listing:
             found.notes = {text: [self.piece.file] for text in reader.notes(self.path)}
         if not (self.piece.start or reader.varies):
             self._check_columns()
-        for rows in self.files.rows(self.path, self.piece, wanted.columns, self._broken):
+        for rows in self.files.rows(self.path, self.piece, self.wanted, self._broken):
             for name in rows.table.column_names:
                 if name:
                     self._add(name, rows)
@@ -212,19 +207,14 @@ class PieceScan:
             self.work.add(len(rows.numbers), rows.size)
         if reader.parsed:
             for name, column in found.columns.items():
-                self._see_written(name, column)
+                families = {_WRITTEN.get(kind, "") for kind in column.kinds}
+                if len(families) == 1 and column.kinds.total() >= _SURE and (one := families.pop()):
+                    found.families[name] = {one: (self.piece, 0, one)}
         return found
-
-    def _see_written(self, name: str, column: ColumnScan) -> None:
-        families = {_WRITTEN.get(kind, "") for kind in column.kinds}
-        if len(families) == 1 and sum(column.kinds.values()) >= _SURE:
-            family = families.pop()
-            if family:
-                self.found.families[name] = {family: (self.piece, 0, family)}
 
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
-        is_label = name in self.wanted.gathered
+        is_label = name in self.gathered
         if not get_kind(array.type) or (is_label and is_list_of_texts(array.type)):
             remedy = f"set data.drop: [{name}]"
             if is_label and is_list(array.type):
@@ -234,7 +224,7 @@ class PieceScan:
                 f"read; {remedy}"
             )
         column = self._column(name)
-        may_be_images = name in self.wanted.images or pa.types.is_binary(array.type)
+        may_be_images = name in self.images or pa.types.is_binary(array.type)
         if may_be_images and self._add_images(name, column, array):
             return
         parsed = self.files.reader.parsed or name in rows.mixed
@@ -245,20 +235,17 @@ class PieceScan:
             first = int(rows.numbers[int(np.argmax(array.is_valid()))])
             place = (self.piece, first, str(array.type))
             self.found.families.setdefault(name, {}).setdefault(family, place)
-        if name == self.wanted.time:
-            self.found.times.update(read_times(array, self.wanted.time_type))
+        if name == self.time:
+            self.found.times.update(read_times(array, self.time_type))
 
     def _add_images(self, name: str, column: ColumnScan, array: pa.Array) -> bool:
-        if name not in self.wanted.images:
-            try:
+        if name not in self.images:
+            with suppress(pa.ArrowInvalid):
                 array.cast(pa.string())
-            except pa.ArrowInvalid:
-                pass
-            else:
                 return False
         values = array.to_pylist()
-        known = name in self.wanted.images or self._sizes(values[:_SURE])
-        if known and not self.wanted.measures:
+        known = name in self.images or self._sizes(values[:_SURE])
+        if known and not self.measures:
             column.add_images([self.pictures.size] * len(array), 0)
             return True
         sizes = self._sizes(values)
@@ -268,16 +255,14 @@ class PieceScan:
     def _sizes(self, values: Sequence[Any]) -> list[tuple[int, int, int]]:
         found = []
         for value in values:
-            try:
+            with suppress(UndecodableError):
                 found.append(self.pictures.measure(value))
-            except UndecodableError:
-                continue
         return found
 
     def _column(self, name: str) -> ColumnScan:
         columns = self.found.columns
         if name not in columns:
-            gathers = name in self.wanted.gathered
+            gathers = name in self.gathered
             columns[name] = ColumnScan(most=MOST_CLASSES, gathers=True) if gathers else ColumnScan()
             require_few(len(columns), str(self.path))
         return columns[name]
@@ -288,13 +273,13 @@ class PieceScan:
 
     def _check_columns(self) -> None:
         names = self.files.columns(self.piece.file, self.path)
-        if missing := [name for name in self.wanted.columns if name not in names]:
+        if missing := [name for name in self.wanted if name not in names]:
             raise UserError(
                 f"data.source: {self.path} has no column {missing[0]!r}, which other files have; "
                 f"add it, or set data.drop: [{missing[0]}]"
             )
-        more = [name for name in names if name not in self.wanted.names]
-        if more and self.wanted.whole:
+        more = [name for name in names if name not in self.names]
+        if more and self.whole:
             raise UserError(
                 f"data.source: {self.path} has a column {more[0]!r}, which other files lack; "
                 "remove it, or choose the columns to read in data.inputs"

@@ -35,13 +35,7 @@ _LOOK_SECONDS = 5.0
 
 
 def map_parts_by_beam(  # noqa: PLR0913
-    source: Source,
-    parts: Sequence[Part],
-    folder: Path,
-    *,
-    config: DataConfig,
-    uri: str,
-    work: Work,
+    source: Source, parts: Sequence[Part], folder: Path, *, config: DataConfig, uri: str, work: Work
 ) -> None:
     """Map parts with a pipeline that publishes each one below `uri`, and fetch them to `folder`.
 

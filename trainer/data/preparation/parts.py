@@ -12,6 +12,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from flotilla.trainer.features.statistics.accumulator import Accumulator
 from flotilla.trainer.runtime.errors import UserError
 
 CHUNK_BYTES = 32 << 20
-_SUMS = "sums.json"
+_SUMS, _ROWS, _STATISTICS = "sums.json", "{}.arrow", "{}.statistics.npz"
 
 
 class Sums:
@@ -43,14 +44,9 @@ class Sums:
         self.bytes = dict.fromkeys(SPLITS, 0)
         self.largest = 0
         self.targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
+        make = partial(Accumulator, selection.specs, selection.inputs, selection.targets)
         self.accumulators = {
-            split: Accumulator(
-                selection.specs,
-                selection.inputs,
-                selection.targets,
-                vocabulary=vocabulary,
-                seed=(part, index),
-            )
+            split: make(vocabulary=vocabulary, seed=(part, index))
             for index, split in enumerate(SPLITS)
         }
 
@@ -77,14 +73,10 @@ class Sums:
     def save(self, folder: Path) -> None:
         """Save the statistics in a folder."""
         for split, accumulator in self.accumulators.items():
-            np.savez(_statistics(folder, split), **accumulator.arrays())  # type: ignore[arg-type]
-        targets = {name: each.state() for name, each in self.targets.items()}
-        tree = {
-            "examples": self.examples,
-            "bytes": self.bytes,
-            "largest": self.largest,
-            "targets": targets,
-        }
+            path = folder / _STATISTICS.format(split)
+            np.savez(path, **accumulator.arrays())  # type: ignore[arg-type]
+        tree = {"examples": self.examples, "bytes": self.bytes, "largest": self.largest}
+        tree["targets"] = {name: each.state() for name, each in self.targets.items()}
         (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
 
@@ -151,7 +143,7 @@ def map_part(  # noqa: PLR0913
     with ExitStack() as stack:
         writers = {
             split: stack.enter_context(
-                _ChunkWriter(_rows(folder, split), (config.seed, part.number, index))
+                _ChunkWriter(folder / _ROWS.format(split), (config.seed, part.number, index))
             )
             for index, split in enumerate(SPLITS)
         }
@@ -162,33 +154,26 @@ def map_part(  # noqa: PLR0913
                 refuse_weight(selection.weight, source.name, part.origin, weights)
             for target in sums.targets.values():
                 target.refuse(source.name, part.origin, columns[target.name])
-            for split, chosen in _divide(columns, batch.splits):
-                table = make_table(selection.specs, chosen)
+            for index in np.unique(batch.splits):
+                split, rows = SPLITS[index], select_rows(columns, batch.splits == index)
+                table = make_table(selection.specs, rows)
                 writers[split].add(table)
-                sums.add(split, chosen, table)
+                sums.add(split, rows, table)
             count(len(batch.splits))
     sums.save(folder)
     # Release the memory, because Arrow would otherwise keep as much as the largest part needed.
     pa.default_memory_pool().release_unused()
 
 
-def _divide(columns: Columns, splits: NDArray[np.int8]) -> Iterator[tuple[str, Columns]]:
-    for index, split in enumerate(SPLITS):
-        chosen = splits == index
-        if chosen.any():
-            yield split, select_rows(columns, chosen)
-
-
 def read_sums(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
     """Return the statistics of the part in `folder`."""
     found = Sums(selection, vocabulary=vocabulary)
     tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
-    found.examples, found.bytes = tree["examples"], tree["bytes"]
-    found.largest = tree["largest"]
+    found.examples, found.bytes, found.largest = tree["examples"], tree["bytes"], tree["largest"]
     for name, state in tree["targets"].items():
         found.targets[name].restore(state)
     for split, accumulator in found.accumulators.items():
-        with np.load(_statistics(folder, split), allow_pickle=False) as arrays:
+        with np.load(folder / _STATISTICS.format(split), allow_pickle=False) as arrays:
             accumulator.restore(arrays)
     return found
 
@@ -209,7 +194,7 @@ class Chunk:
 
 def list_chunks(folder: Path, split: str) -> list[Chunk]:
     """Return the chunks of one split of the mapped part in `folder`."""
-    path = _rows(folder, split)
+    path = folder / _ROWS.format(split)
     if not path.exists():
         return []
     with pa.memory_map(str(path)) as file:
@@ -218,14 +203,6 @@ def list_chunks(folder: Path, split: str) -> list[Chunk]:
             Chunk(path, number, reader.get_batch(number).num_rows)
             for number in range(reader.num_record_batches)
         ]
-
-
-def _rows(folder: Path, split: str) -> Path:
-    return folder / f"{split}.arrow"
-
-
-def _statistics(folder: Path, split: str) -> Path:
-    return folder / f"{split}.statistics.npz"
 
 
 # An integer at or above this limit is a quantity, not a class.
@@ -262,15 +239,12 @@ class Target:
             return
         values = _flatten(given)
         if self._multi_hot:
-            found = values.sum(axis=0, dtype=np.int64)
+            self._count(split, values.sum(axis=0, dtype=np.int64))
+        elif values.max(initial=0) >= MOST_CLASSES:
+            self._of_classes = False
         else:
-            flat = values.ravel()
-            if flat.size and flat.max() >= MOST_CLASSES:
-                self._of_classes = False
-                return
             # Skip negative values, which are the padding of a sequence.
-            found = np.bincount(flat[flat >= 0].astype(np.int64))
-        self._count(split, found)
+            self._count(split, np.bincount(values[values >= 0].astype(np.int64)))
 
     def _count(self, split: str, found: NDArray[np.int64]) -> None:
         before = self._counts.get(split, np.zeros(0, np.int64))

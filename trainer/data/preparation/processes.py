@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
@@ -33,7 +33,7 @@ _COMMAND = (
     "import sys; from flotilla.trainer.data.preparation import processes; "
     "processes.run(int(sys.argv[1]))"
 )
-Done = Callable[[Path], None]
+Took = Callable[[Part | int], None]
 
 
 def map_parts(  # noqa: PLR0913
@@ -43,7 +43,7 @@ def map_parts(  # noqa: PLR0913
     *,
     config: DataConfig,
     work: Work,
-    done: Done,
+    done: Callable[[Path], None],
 ) -> None:
     """Map parts into subfolders of `folder`, in any order.
 
@@ -52,9 +52,9 @@ def map_parts(  # noqa: PLR0913
     """
     processes = config.runner.processes
     count = min(processes or cores.usable(), len(parts) if processes else len(parts) // _FEWEST)
-    mapping = _Mapping(source, folder, config)
+    mapping = partial(_map, source, folder, config)
     if count < _FEWEST:
-        mapping.map(parts, work.add, lambda part: done(folder / part.folder))
+        mapping(parts, work.add, lambda part: done(folder / part.folder))
         return
     stripes = [parts[index::count] for index in range(count)]
     work.say(f"starting {count} processes")
@@ -69,24 +69,22 @@ def map_parts(  # noqa: PLR0913
     _run_processes(mapping, stripes, took)
 
 
-@dataclass(frozen=True)
-class _Mapping:
-    source: Source
-    folder: Path
-    config: DataConfig
-
-    def map(
-        self, parts: Sequence[Part], count: Callable[[int], None], done: Callable[[Part], None]
-    ) -> None:
-        selection = self.source.select()
-        for part in parts:
-            place = self.folder / part.folder
-            map_part(self.source, selection, part, place, config=self.config, count=count)
-            done(part)
+def _map(  # noqa: PLR0913, PLR0917
+    source: Source,
+    folder: Path,
+    config: DataConfig,
+    parts: Sequence[Part],
+    count: Callable[[int], None],
+    done: Callable[[Part], None],
+) -> None:
+    selection = source.select()
+    for part in parts:
+        map_part(source, selection, part, folder / part.folder, config=config, count=count)
+        done(part)
 
 
 def _run_processes(
-    mapping: _Mapping, stripes: Sequence[Sequence[Part]], took: Callable[[Part | int], None]
+    mapping: Callable[..., None], stripes: Sequence[Sequence[Part]], took: Took
 ) -> None:
     running: dict[Connection, tuple[subprocess.Popen[bytes], list[Part]]] = {}
     try:
@@ -105,7 +103,9 @@ def _run_processes(
             process.wait()
 
 
-def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subprocess.Popen[bytes]]:
+def _start(
+    mapping: Callable[..., None], parts: Sequence[Part]
+) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start a process for some parts. Return the connection to its answers, and the process.
 
     `multiprocessing` is not used, because it would import the user's script again, and hang if the
@@ -127,10 +127,7 @@ def _start(mapping: _Mapping, parts: Sequence[Part]) -> tuple[Connection, subpro
 
 
 def _take_answer(
-    reader: Connection,
-    process: subprocess.Popen[bytes],
-    left: list[Part],
-    took: Callable[[Part | int], None],
+    reader: Connection, process: subprocess.Popen[bytes], left: list[Part], took: Took
 ) -> bool:
     """Process a message. Return False if the process has ended. None reports a finished part."""
     try:
@@ -161,7 +158,7 @@ def run(descriptor: int) -> None:
     _exit_with_parent(parent)
     answers = Connection(descriptor, readable=False)
     try:
-        mapping.map(parts, answers.send, lambda _part: answers.send(None))
+        mapping(parts, answers.send, lambda _part: answers.send(None))
     except Exception as error:
         answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
 

@@ -17,7 +17,6 @@ from flotilla.trainer.features.statistics.hashing import (
     combine,
     comparable_content,
     digest,
-    to_arrow,
 )
 from flotilla.trainer.features.statistics.one_pass import (
     MOST_EXAMPLES,
@@ -43,6 +42,8 @@ STEPS = 1000
 # Seed of example hashes. With the seed that assigns splits, each split would have its own range.
 _SALT = 0x5EED
 _PROJECTIONS = 4
+# The statistics of numbers, which other features lack.
+_RANGE = ("mean", "std", "least", "most")
 # Statistics of each element are kept only for vectors up to this length.
 _LONGEST = 4096
 # Maximum number of value hashes of all features together, and the minimum number per feature.
@@ -108,12 +109,15 @@ class Accumulator:
         )
 
     def add(self, columns: Mapping[str, Any]) -> None:
-        """Add examples: arrays with one row per example, or values that `to_arrow` accepts."""
+        """Add examples, as columns in the forms of `trainer/data/columns.py`."""
         examples = len(next(iter(columns.values())))
         if not examples:
             return
         self.examples += examples
-        columns = {name: self._prepare(name, columns[name]) for name in self._features}
+        columns = {
+            name: _encode_texts(columns[name]) if kind == TEXT else columns[name]
+            for name, kind in self._kinds.items()
+        }
         digests = {
             name: digest(comparable_content(columns[name], feature.labels))
             for name, feature in self._features.items()
@@ -127,7 +131,7 @@ class Accumulator:
             if kind == TEXT:
                 sampled[name] = self._add_texts(name, values, digests[name], chosen)
             elif kind == IMAGE:
-                sizes = _count_bytes(values)
+                sizes = pc.binary_length(values).to_numpy().astype(np.float64)
                 self._moments[name].add(sizes)
                 sampled[name] = sizes[chosen]
             elif kind == TENSOR:
@@ -160,12 +164,8 @@ class Accumulator:
     def sketch(self) -> ExampleSketch:
         """Return the sketch by which splits are compared."""
         found, copies = self._hashes.smallest()
-        return ExampleSketch(
-            hashes=found,
-            copies=copies,
-            is_whole=self._hashes.is_whole,
-            sample=self._sample.columns(),
-        )
+        whole, sample = self._hashes.is_whole, self._sample.columns()
+        return ExampleSketch(hashes=found, copies=copies, is_whole=whole, sample=sample)
 
     def moments(self, name: str) -> Moments:
         """Return the moments of a feature's numbers. The numbers of a class are its indices."""
@@ -204,12 +204,6 @@ class Accumulator:
         kinds = {"count": self._counts, "word": self._words, "pair": self._pairs}
         for kind, parts in ({"value": self._values} | kinds).items():
             yield from ((f"{kind}/{name}/", each) for name, each in parts.items())
-
-    def _prepare(self, name: str, values: Any) -> Any:
-        if self._kinds[name] == TEXT:
-            return _encode_texts(values)
-        is_array = isinstance(values, np.ndarray) and values.dtype != object
-        return values if is_array else to_arrow(values)
 
     def _list_columns(self, name: str) -> list[str]:
         if self._kinds[name] != TENSOR:
@@ -290,10 +284,7 @@ class Accumulator:
             kind=kind,
             examples=self.examples,
             missing=self._missing[name],
-            mean=float(moments.mean) if is_number else None,
-            std=float(moments.std) if is_number else None,
-            least=float(moments.least) if is_number else None,
-            most=float(moments.most) if is_number else None,
+            **{each: float(getattr(moments, each)) for each in (_RANGE if is_number else ())},
             means=tuple(np.ravel(elements.mean).tolist()) if elements else (),
             stds=tuple(np.ravel(elements.std).tolist()) if elements else (),
             quantiles=tuple(quantiles.tolist()) if is_number else (),
@@ -323,39 +314,23 @@ class Accumulator:
     def _association(
         self, name: str, target: str, sample: Mapping[str, NDArray[np.float64]]
     ) -> float:
-        return round(
-            max(
-                measure_association(
-                    sample[column],
-                    sample[target],
-                    first_is_class=self._kinds[name] in (TEXT, CLASS),
-                    second_is_class=self._kinds[target] == CLASS,
-                )
-                for column in self._list_columns(name)
-            ),
-            6,
+        measure = partial(
+            measure_association,
+            first_is_class=self._kinds[name] in (TEXT, CLASS),
+            second_is_class=self._kinds[target] == CLASS,
         )
+        columns = self._list_columns(name)
+        return round(max(measure(sample[each], sample[target]) for each in columns), 6)
 
 
 def _is_vector(feature: FeatureSpec) -> bool:
     return len(feature.shape) == 1 and 0 < (feature.shape[0] or 0) <= _LONGEST
 
 
-def _encode_texts(values: Any) -> pa.Array:
+def _encode_texts(array: pa.Array) -> pa.Array:
     """Dictionary-encode strings. Lists of strings are unchanged."""
-    array = to_arrow(values)
     is_coded = pa.types.is_dictionary(array.type) or pa.types.is_large_list(array.type)
     return array if is_coded else array.dictionary_encode()
-
-
-def _count_bytes(images: Any) -> NDArray[np.float64]:
-    """Return the sizes in bytes of images, given as encoded bytes or as arrays of pixels."""
-    if isinstance(images, np.ndarray):
-        return np.full(len(images), images[:1].nbytes, np.float64)
-    is_list = pa.types.is_large_list(images.type)
-    found = pc.list_value_length(images) if is_list else pc.binary_length(images)
-    sizes: NDArray[np.float64] = found.to_numpy(zero_copy_only=False).astype(np.float64)
-    return sizes
 
 
 def _describe_lists(lists: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

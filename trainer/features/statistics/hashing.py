@@ -42,23 +42,22 @@ def combine(digests: Mapping[str, NDArray[np.uint64]], seed: int) -> NDArray[np.
 
 
 def digest(values: Any) -> NDArray[np.uint64]:
-    """Return a 64-bit digest of each value of an array, or of values that `to_arrow` accepts."""
-    if isinstance(values, np.ndarray) and values.dtype != object:
+    """Return a 64-bit digest of each value of an array of numbers, or of an Arrow array."""
+    if isinstance(values, np.ndarray):
         if values.dtype != np.uint8 or values.ndim == 1:
             return _numbers(values)
         starts = np.arange(len(values) + 1) * values[:1].nbytes
         return _digest_bytes(memoryview(values.tobytes()), starts)
-    array = to_arrow(values)
-    if pa.types.is_dictionary(array.type):
-        places: NDArray[np.intp] = array.indices.to_numpy()
-        texts = map(_digest_text, array.dictionary.to_pylist())
+    if pa.types.is_dictionary(values.type):
+        places: NDArray[np.intp] = values.indices.to_numpy()
+        texts = map(_digest_text, values.dictionary.to_pylist())
         return np.frombuffer(b"".join(texts), "<u8")[places]
-    if pa.types.is_large_list(array.type):
-        return _digest_lists(array)
-    if values_repeat(array):
-        return digest(array.dictionary_encode())
-    starts = np.frombuffer(array.buffers()[1], np.int64)[array.offset :][: len(array) + 1]
-    return _digest_bytes(memoryview(array.buffers()[2] or b""), starts)
+    if pa.types.is_large_list(values.type):
+        return _digest_lists(values)
+    if values_repeat(values):
+        return digest(values.dictionary_encode())
+    starts = np.frombuffer(values.buffers()[1], np.int64)[values.offset :][: len(values) + 1]
+    return _digest_bytes(memoryview(values.buffers()[2] or b""), starts)
 
 
 def values_repeat(array: pa.Array) -> bool:
@@ -83,26 +82,6 @@ def comparable_content(values: Any, labels: Sequence[str] = ()) -> Any:
     with np.errstate(over="ignore"):
         narrow = values.astype(np.float32).astype(np.float64)
     return np.where((values == np.floor(values)) | np.isinf(narrow), values, narrow)
-
-
-def to_arrow(values: Any) -> pa.Array:
-    """Convert rows of bytes to an Arrow array without nulls, and rows of arrays to Arrow lists.
-
-    The lists contain numbers, or bytes for arrays of strings. Arrow arrays are returned unchanged.
-    """
-    if isinstance(values, pa.Array):
-        return values
-    rows = list(values)
-    if not rows or isinstance(rows[0], bytes):
-        return pa.array(rows, pa.large_binary())
-    flat = np.concatenate([np.ravel(each) for each in rows])
-    if flat.dtype.kind in "OSU":
-        inner = pa.array([bytes(each) for each in flat], pa.large_binary())
-    else:
-        # Convert the short float types of accelerators, such as bfloat16, which Arrow lacks.
-        inner = pa.array(flat.astype(np.float32) if flat.dtype.kind == "V" else flat)
-    ends = np.cumsum([0, *(np.size(each) for each in rows)])
-    return pa.LargeListArray.from_arrays(pa.array(ends, pa.int64()), inner)
 
 
 def _digest_lists(array: pa.Array) -> NDArray[np.uint64]:

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from flotilla.trainer.data.files import labels
+from flotilla.trainer.data.files import conversion
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.files.sources import opened, read, source
 
@@ -217,10 +217,10 @@ def test_two_words_of_a_truth_are_said(tmp_path):
 
 def test_classes_are_indexed_once_for_all_blocks_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    index = labels.ClassIndex
-    monkeypatch.setattr(labels, "ClassIndex", lambda names: made.append(names) or index(names))
+    index = conversion.ClassIndex
+    monkeypatch.setattr(conversion, "ClassIndex", lambda names: made.append(names) or index(names))
     classes = tuple(f"c{i}" for i in range(77))
     for start in range(5):
-        found = labels.class_ids(classes, pa.array(classes[start : start + 9]))
+        found = conversion.class_ids(classes, pa.array(classes[start : start + 9]))
         assert found.tolist() == list(range(start, start + 9))
     assert len(made) == 1

@@ -84,7 +84,7 @@ class ParquetReader(Reader):
                 bounds.append(place)
                 held = 0
             held += bytes_
-        return list(zip(bounds, [*bounds[1:], END], strict=True))
+        return list(pairwise([*bounds, END]))
 
     def rows(
         self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
@@ -117,16 +117,14 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
     try:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError, OSError) as error:
+        what = "not a valid Parquet file, or is truncated"
+        if isinstance(error, OSError):
+            if error.errno is not None:
+                raise
+            what = "damaged"
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"data.source: {path} is not a valid Parquet file, or is truncated: {reason}"
-        ) from error
-    except OSError as error:
-        if error.errno is None:
-            reason = str(error).splitlines()[0]
-            raise UserError(f"data.source: {path} is damaged: {reason}") from error
-        raise
+        raise UserError(f"data.source: {path} is {what}: {reason}") from error
 
 
 def _rows_at_once(
@@ -280,18 +278,19 @@ def _open(path: Path) -> Iterator[dict[str, _Array]]:
     try:
         with zipfile.ZipFile(path) as archive, ExitStack() as stack:
             members = [each for each in archive.infolist() if each.filename.endswith(_SUFFIX)]
-            if sum(each.file_size for each in members) > max(
-                FREE_BYTES, MOST_RATIO * path.stat().st_size
-            ):
+            limit = max(FREE_BYTES, MOST_RATIO * path.stat().st_size)
+            if sum(each.file_size for each in members) > limit:
                 raise UserError(
                     f"data.source: {path} expands to more than {MOST_RATIO} times its size; write "
                     "it again with numpy.savez if that is intended"
                 )
             require_few(len(members), str(path))
-            found = {}
-            for each in members:
-                name = each.filename.removesuffix(_SUFFIX)
-                found[name] = _header(stack.enter_context(archive.open(each)))
+            found = {
+                each.filename.removesuffix(_SUFFIX): _header(
+                    stack.enter_context(archive.open(each))
+                )
+                for each in members
+            }
             _check(path, found)
             yield found
     except _BROKEN as error:
@@ -348,18 +347,16 @@ def _count_rows(arrays: Iterable[_Array], size: int) -> int:
 
 def _blocks(array: _Array, start: int, stop: int, step: int) -> Iterator[NDArray[Any]]:
     """Yield the rows from `start` to `stop`. An array in Fortran order is read as a whole."""
-    whole = None
     if array.is_transposed:
         flat = _read(array, math.prod(array.shape), ())
         whole = flat.reshape(array.shape, order="F")
-    else:
-        array.file.seek(start * array.row_bytes, io.SEEK_CUR)
+        for first in range(start, stop, step):
+            yield np.ascontiguousarray(whole[first : min(first + step, stop)])
+        return
+    array.file.seek(start * array.row_bytes, io.SEEK_CUR)
     for first in range(start, stop, step):
         count = min(step, stop - first)
-        if whole is None:
-            yield _read(array, count * math.prod(array.shape[1:]), array.shape[1:])
-        else:
-            yield np.ascontiguousarray(whole[first : first + count])
+        yield _read(array, count * math.prod(array.shape[1:]), array.shape[1:])
 
 
 def _read(array: _Array, values: int, shape: tuple[int, ...]) -> NDArray[Any]:

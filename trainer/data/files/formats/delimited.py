@@ -157,14 +157,12 @@ def _names(layout: CsvLayout) -> list[str]:
 def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken) -> Rows:
     """Return the rows that are not repeated headers and have no value in unnamed columns."""
     table, names = rows.table, _names(layout)
-    wrong = {
-        f"a value ({{}}) in column {at + 1}, which has no name": names[at] for at in layout.empty
-    }
     bad = np.zeros(len(table), np.bool_)
-    for why, name in wrong.items():
-        values = pc.utf8_trim_whitespace(table[name])
+    for at in layout.empty:
+        values = pc.utf8_trim_whitespace(table[names[at]])
         for place in np.flatnonzero(pc.not_equal(values, "").to_numpy()):
-            broken(int(rows.numbers[place]), why.format(repr(values[int(place)].as_py()[:40])))
+            why = f"a value ({values[int(place)].as_py()[:40]!r}) in column {at + 1}"
+            broken(int(rows.numbers[place]), f"{why}, which has no name")
             bad[place] = True
     # Concatenated files repeat the header. Do not check this if a single column is read, because a
     # value may equal the column's name.
@@ -176,9 +174,7 @@ def _right(rows: Rows, layout: CsvLayout, columns: Sequence[str], broken: Broken
             broken(int(rows.numbers[place]), "it repeats the header")
         bad |= found
     table = table.select(list(columns))
-    if not bad.any():
-        return Rows(table, rows.numbers)
-    return Rows(table.filter(pa.array(~bad)), rows.numbers[~bad])
+    return Rows(table.filter(pa.array(~bad)) if bad.any() else table, rows.numbers[~bad])
 
 
 def _number_rows(batches: Any, skipped: Sequence[int], done: int, block: int) -> Iterator[Rows]:

@@ -10,7 +10,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,20 +50,15 @@ class JsonReader(RecordReader):
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the keys of the first records. Later records may have more."""
-        found: Counter[str] = Counter()
         records = [each for each in islice(_records(path, Piece(0)), _FIRST) if each is not None]
         flat = [_flat(each) if isinstance(each, dict) else each for each in records]
         objects = [each for each in flat if isinstance(each, dict)]
         if len(records) == 1 and isinstance(records[0], dict) and (why := _explain(records[0])):
             raise UserError(f"data.source: {path} is one JSON object {why}; {_AS_ROWS}")
-        for record in objects:
-            found.update(list(record))
+        found = Counter(chain.from_iterable(objects))
         if not found:
-            why = (
-                f", row 1: {flat[0]}"
-                if flat
-                else f" has no JSON object in its first {_FIRST} lines"
-            )
+            none = f" has no JSON object in its first {_FIRST} lines"
+            why = f", row 1: {flat[0]}" if flat else none
             advice = "name each key once" if "occurs twice" in why else _AS_ROWS
             raise UserError(f"data.source: {path}{why}; {advice}")
         alone = [name for name, count in found.items() if count == 1]
@@ -129,8 +124,15 @@ def _records(path: Path, piece: Piece, on_open: OnOpen = lambda _file: None) -> 
     if not _has_lines(path):
         yield from _values(path, on_open)
         return
-    for line in _lines(path, piece, on_open):
-        yield _record(line) if line.strip() else None
+    with open_text(path) as file:
+        on_open(file)
+        for line in _read_range(file, piece.start, piece.stop):
+            if len(line) > _LONGEST:
+                raise UserError(
+                    f"data.source: {path} has a line of more than {_LONGEST >> 20} MiB; write one "
+                    "object per line"
+                )
+            yield _record(line) if line.strip() else None
 
 
 def _has_lines(path: Path) -> bool:
@@ -238,18 +240,6 @@ def _flat(record: Mapping[str, Any]) -> dict[str, Any] | str:
                 return f"{whole!r} occurs twice, as one key and as nested keys"
             found[whole] = each
     return found
-
-
-def _lines(path: Path, piece: Piece, on_open: OnOpen) -> Iterator[bytes]:
-    with open_text(path) as file:
-        on_open(file)
-        for line in _read_range(file, piece.start, piece.stop):
-            if len(line) > _LONGEST:
-                raise UserError(
-                    f"data.source: {path} has a line of more than {_LONGEST >> 20} MiB; write one "
-                    "object per line"
-                )
-            yield line
 
 
 def _read_range(file: IO[bytes], start: int, stop: int) -> Iterator[bytes]:

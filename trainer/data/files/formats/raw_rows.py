@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -141,20 +142,18 @@ class RecordReader(Reader):
         numbered = enumerate(self.records(path, piece, files.append))
         before, end = piece.start, path.stat().st_size if piece.stop == END else piece.stop
         for block in _blocks(numbered, self.at_once, lambda: bytes_read(files[0])):
-            found, numbers = [], []
             for number, record in block:
-                if isinstance(record, dict):
-                    found.append(record)
-                    numbers.append(number)
-                elif record is not None:
+                if isinstance(record, str):
                     broken(number, record)
+            kept = {number: each for number, each in block if isinstance(each, dict)}
+            found = list(kept.values())
             arrays, mixed = {}, set()
             for name in columns or _list_keys(path, found):
                 arrays[name], is_mixed = self.array(path, name, [each.get(name) for each in found])
                 mixed |= {name} if is_mixed else set()
             table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(found))})
             here = position(files[0]) or end
-            yield Rows(table, np.array(numbers, np.int64), frozenset(mixed), size=here - before)
+            yield Rows(table, np.array([*kept], np.int64), frozenset(mixed), size=here - before)
             before = here
 
 
@@ -174,7 +173,7 @@ def _blocks(
 
 
 def _list_keys(path: Path, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = list(dict.fromkeys(name for record in records for name in record))
+    names = list(dict.fromkeys(chain.from_iterable(records)))
     require_few(len(names), str(path))
     if len(names) > _SOME and sum(map(len, records)) < _FILLED * len(names) * len(records):
         raise UserError(
@@ -204,6 +203,7 @@ _WIDE = {
     "utf-16-le": rb"(?:[^\0]\0){4,}",
     "utf-16-be": rb"(?:\0[^\0]){4,}",
 }
+_DAMAGED = (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError)
 _AS_CSV = "; write the table as CSV or Parquet"
 _FOREIGN = {
     rb"PAR1[\0-\x1f]": "Parquet; set data.format: parquet",
@@ -250,12 +250,11 @@ def open_file(path: Path) -> Iterator[IO[bytes]]:
                 return
             with _decompress(stored, path, compression) as raw:
                 yield io.BufferedReader(_Bounded(raw, path, stored.tell), 1 << 20)
-    except (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError) as error:
+    except (*_DAMAGED, OSError) as error:
+        # An error of the disk has a number.
+        if getattr(error, "errno", None) is not None:
+            raise
         raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
-    except OSError as error:
-        if error.errno is None:
-            raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
-        raise
 
 
 @contextmanager
