@@ -332,8 +332,7 @@ def _call_with_limit(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect(access: Access) -> Client:
-    """Return a client of the instance without sending a request. Raises `UserError`."""
-    access.check()
+    """Return a client of the instance without sending a request."""
     # Hide the log of retries, which contains URLs and which the SDK's settings would print.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)

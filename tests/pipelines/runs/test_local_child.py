@@ -115,39 +115,30 @@ def called(*command):
     return subprocess_task_handler.run_local_subprocess(list(command), {"A": "b"})
 
 
-def test_where_no_process_is_to_be_forked_the_runner_is_left_as_it_is(
-    started, monkeypatch, tmp_path
+def refuse(*_):
+    raise PermissionError
+
+
+@pytest.mark.parametrize(
+    "prevent",
+    [
+        lambda patch: patch.setenv(forks.VARIABLE, forks.NONE),
+        # A debugger would not follow a forked process.
+        lambda patch: patch.setattr(sys, "gettrace", lambda: print),
+        # Some containers refuse descriptors of processes.
+        lambda patch: patch.setattr(os, "pidfd_open", refuse),
+        lambda patch: patch.setattr(signal, "pidfd_send_signal", refuse),
+    ],
+    ids=["told", "debugger", "pidfd_open", "pidfd_send_signal"],
+)
+def test_where_no_process_can_be_forked_the_runner_is_left_as_it_is(
+    started, monkeypatch, tmp_path, prevent
 ):
-    monkeypatch.setenv(forks.VARIABLE, forks.NONE)
+    prevent(monkeypatch)
     before = subprocess_task_handler.run_local_subprocess
     with local_child.forking(tmp_path, "training") as fork_steps:
         fork_steps()
         assert subprocess_task_handler.run_local_subprocess is before
-    assert started == []
-
-
-def test_under_a_debugger_no_process_is_forked(started, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "gettrace", lambda: print)
-    before = subprocess_task_handler.run_local_subprocess
-    with local_child.forking(tmp_path, "training") as fork_steps:
-        fork_steps()
-        assert subprocess_task_handler.run_local_subprocess is before
-    assert started == []
-
-
-def test_where_a_container_refuses_descriptors_of_processes_no_process_is_forked(
-    started, monkeypatch, tmp_path
-):
-    def refuse(*_):
-        raise PermissionError
-
-    before = subprocess_task_handler.run_local_subprocess
-    for module, name in ((os, "pidfd_open"), (signal, "pidfd_send_signal")):
-        with monkeypatch.context() as patch:
-            patch.setattr(module, name, refuse)
-            with local_child.forking(tmp_path, "training") as fork_steps:
-                fork_steps()
-                assert subprocess_task_handler.run_local_subprocess is before
     assert started == []
 
 

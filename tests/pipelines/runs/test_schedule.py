@@ -127,11 +127,6 @@ def test_a_namesake_of_another_pipeline_is_left_alone(instance, remote):
     assert len(instance.store.recurring) == 1
 
 
-def test_the_latest_version_is_left_to_the_instance(instance, remote):
-    assert remote(*NIGHTLY, "--latest").code == 0
-    assert set(the_schedule(instance)["pipeline_version_reference"]) == {"pipeline_id"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("6h", 21600), ("1d", 86400)]

@@ -385,13 +385,6 @@ def the_run(instance):
     return run
 
 
-def test_a_version_by_name_by_its_beginning_and_by_id(instance, remote, uploaded):
-    [version] = instance.store.versions.values()
-    for wanted in (uploaded, uploaded[:12], version["pipeline_version_id"]):
-        assert remote("submit", "--version", wanted).code == 0
-    assert len(instance.store.runs) == 3
-
-
 def more_versions(instance, *names):
     """Add versions, each newer than the previous one."""
     [version] = instance.store.versions.values()

@@ -12,6 +12,7 @@ from flotilla.trainer.data.builders.batches import fit_value
 from flotilla.trainer.data.features import Fit, select
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
+from tests.trainer.data.test_features import of
 
 # Shapes of all features of `Ragged`. A set of tags becomes one bool per class.
 SHAPES = {
@@ -25,15 +26,6 @@ SHAPES = {
     "kinds": (3,),
     "flags": (3,),
 }
-
-
-def of(features, keys, tmp_path, **section):
-    class Made(builders.Small, skip_registration=True):
-        def features(self):
-            return features
-
-    Made.keys = keys
-    return select(DataConfig(dataset="made", **section), Made(data_dir=tmp_path).info)
 
 
 @pytest.fixture

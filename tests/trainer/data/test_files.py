@@ -11,12 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
-from PIL import Image
 
-from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.roles import assign
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from tests.trainer.data.files.sources import opened, read, sizes, source
+from tests.trainer.data.files.sources import opened, picture, read, sizes, source
 
 
 def write(folder: Path, text: str, name: str = "a.csv") -> None:
@@ -204,11 +201,6 @@ def test_times_that_are_none_are_refused_with_their_places(tmp_path: Path) -> No
     assert "'monday'" in line
 
 
-def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
-    rows = "x,label\n" + "1,\n" * 9
-    assert "'label' has no value in any row; name another column" in refused(tmp_path, rows)
-
-
 def test_files_without_a_row_are_one_line(tmp_path: Path) -> None:
     write(tmp_path, "a,label\n")
     with pytest.raises(UserError, match=r"has no rows; set data.source to files"):
@@ -339,13 +331,6 @@ def test_half_a_pair_of_surrogates_is_a_broken_line(tmp_path: Path) -> None:
         opened(tmp_path)
 
 
-def picture(path: Path, value: int, size: tuple[int, int] = (8, 6), mode: str = "L") -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.full((size[1], size[0], 3), value % 256, np.uint8)
-    pixels[0, 0] = (value // 256, value % 7, 9)
-    Image.fromarray(pixels).convert(mode).save(path)
-
-
 def folder(root: Path, count: int = 60) -> Path:
     for i in range(count):
         picture(root / "ab"[i % 2] / f"{i}.png", i * 3)
@@ -409,12 +394,6 @@ def test_a_table_of_paths(tmp_path: Path) -> None:
     )
     assert selection.specs["file"].shape == (6, 8, 1)
     assert found["file"].shape == (59, 6, 8, 1)
-
-
-@pytest.mark.parametrize("name", ["", "a\0b"])
-def test_a_column_that_cannot_be_named_is_refused(name):
-    with pytest.raises(ConfigError, match=r"t\.csv has a column (without a name|named 'a.x00b')"):
-        assign(DataConfig(source="t.csv"), ["x", name, "label"])
 
 
 @pytest.mark.parametrize("name", ["[0]", "[]", "[1, 2]"])

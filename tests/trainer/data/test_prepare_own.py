@@ -138,20 +138,9 @@ def test_the_builders_validation_is_the_test(prepared, contents):
     assert sorted(numbers_of(contents, dataset, "test")) == list(range(40, 47))
 
 
-def test_the_builders_own_splits_are_taken_as_they_are(prepared, contents):
-    dataset = prepared("AllThree")
-    assert sorted(numbers_of(contents, dataset, "train")) == list(range(40))
-    assert sorted(numbers_of(contents, dataset, "validation")) == list(range(40, 47))
-    assert sorted(numbers_of(contents, dataset, "test")) == list(range(47, 57))
-
-
 def test_without_validation_there_is_no_such_split(prepared):
     fields = prepared("Small", validation=0).manifest.fields
     assert set(fields["splits"]) == set(fields["target_counts"]["label"]) == {"train", "test"}
-
-
-def test_a_builder_without_training_split(prepared):
-    assert "no split 'train' (it has test, extra)" in refusal(prepared, "NoTrain")
 
 
 def test_each_shard_has_some_of_everything(prepared):
@@ -169,17 +158,6 @@ def test_each_shard_has_some_of_everything(prepared):
 def test_a_variable_image_is_refused_before_it_is_made(prepared, monkeypatch):
     monkeypatch.setattr(datasets, "download", lambda *_: pytest.fail("downloaded"))
     assert "the shape of 'picture'" in refusal(prepared, "VariableImage")
-
-
-def test_a_variable_feature_that_does_not_matter(prepared):
-    assert set(prepared("VariableExtra").manifest.fields["features"]) == {"x", "number", "label"}
-
-
-def test_examples_without_labels_are_refused(prepared, root):
-    message = refusal(prepared, "Unlabelled")
-    assert "split 'test'" in message
-    assert "'label' is -1" in message
-    assert storage.list_published(storage.join(root, "datasets")) == []
 
 
 def test_integers_are_classes_up_to_the_largest(prepared):

@@ -28,11 +28,6 @@ def test_a_share_of_training_becomes_validation():
     assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [90, 10, 20]
 
 
-def test_a_count_of_training_becomes_validation():
-    found = drawn({"train": 60_000, "test": 10_000}, validation=5000)
-    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [55_000, 5000, 10_000]
-
-
 def test_one_is_a_count():
     assert count(drawn({"train": 100, "test": 20}, validation=1), VALIDATION) == 1
 
@@ -46,12 +41,6 @@ def test_no_validation():
     found = drawn({"train": 100, "test": 20}, validation=0)
     assert count(found, VALIDATION) == 0
     assert "validation" not in shards_of(found, 2)
-
-
-def test_the_sources_own_test_split_is_used_whole():
-    found = drawn({"train": 100, "test": 20})
-    assert set(found) == {"train", "test"}
-    assert (found["test"] == TEST).all()
 
 
 def test_the_sources_own_validation_split_is_used_whole():

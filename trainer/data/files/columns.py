@@ -1,4 +1,4 @@
-"""Types of the columns of files, and whether a label is a class or a quantity, by all rows."""
+"""Types of the columns of files, inferred from all rows, not only from the first ones."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, NUMBERS, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
-from flotilla.trainer.data.files.labels import (
-    Label,
-    list_classes,
-    read_label,
-    rows_without_class,
-)
+from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
 from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.text_values import NEARLY_ALL
 from flotilla.trainer.runtime.errors import ConfigError, UserError

@@ -90,7 +90,7 @@ def test_a_real_dataset_without_files_and_without_network(data_dir, outside_atte
 
 def test_the_probe_comes_before_the_download(data_dir, unreachable, monkeypatch):
     monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a", f"{REMOTE}/b"])
-    message = refusal(UserError, "own", builders.Downloading(data_dir=data_dir), "")
+    message = refusal(TransientError, "own", builders.Downloading(data_dir=data_dir), "")
     assert "data.example.invalid cannot be reached (no route)" in message
     assert unreachable == [f"{REMOTE}/a"]
 
@@ -244,12 +244,6 @@ def test_only_a_failure_of_the_network_may_pass(data_dir, monkeypatch, error, is
     with pytest.raises(UserError) as caught:
         download("own", builders.Small(data_dir=data_dir), "")
     assert isinstance(caught.value, TransientError) == is_transient
-
-
-def test_a_host_out_of_reach_may_come_back(data_dir, unreachable, monkeypatch):
-    monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a"])
-    refusal(TransientError, "own", builders.Downloading(data_dir=data_dir), "")
-    assert unreachable
 
 
 def test_standard_output_is_given_back(data_dir):

@@ -93,41 +93,9 @@ def test_places_are_as_deep_as_brackets_are_open(tmp_path):
     assert deepest == {0, 1, 2, 3}
 
 
-def rate_by(column, count):
-    """Return each user's or item's click rate in the training examples."""
-    _, _, labels = embedded.draw_clicks()
-    train = slice(0, embedded.TRAINING)
-    seen = np.bincount(column[train], minlength=count)
-    return (np.bincount(column[train], labels[train], count) + 0.5) / (seen + 1)
-
-
-def accuracy_by(column, count):
-    """Return the accuracy of predictions from a single column."""
-    _, _, labels = embedded.draw_clicks()
-    test = slice(embedded.TRAINING, None)
-    return ((rate_by(column, count)[column[test]] > 0.5) == labels[test]).mean()
-
-
 def test_they_are_the_same_everywhere():
     drawn = b"".join(column.tobytes() for column in embedded.draw_clicks())
     assert hashlib.sha256(drawn).hexdigest()[:16] == "65349d118813665a"
-
-
-def test_ids_fit_their_tables():
-    users, items, labels = embedded.draw_clicks()
-    assert {len(users), len(items), len(labels)} == {embedded.EXAMPLES}
-    assert set(users) == set(range(embedded.USERS))
-    assert set(items) == set(range(embedded.ITEMS))
-
-
-def test_both_answers_are_as_frequent():
-    assert 0.48 < embedded.draw_clicks()[2].mean() < 0.52
-
-
-def test_one_column_alone_tells_next_to_nothing():
-    users, items, _ = embedded.draw_clicks()
-    assert accuracy_by(users, embedded.USERS) < 0.54
-    assert accuracy_by(items, embedded.ITEMS) < 0.54
 
 
 def test_the_pair_is_the_input_and_the_click_the_label(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
@@ -64,3 +65,10 @@ def opened(folder: Path, **keys: Any) -> tuple[Selection, dict[str, Any]]:
 
 def sizes(found: dict[str, Any]) -> Counter[str]:
     return Counter(found["split"])
+
+
+def picture(path: Path, value: int = 0, size: tuple[int, int] = (8, 6), mode: str = "L") -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.full((size[1], size[0], 3), value % 256, np.uint8)
+    pixels[0, 0] = (value // 256, value % 7, 9)
+    Image.fromarray(pixels).convert(mode).save(path)

@@ -95,19 +95,6 @@ def test_a_label_that_is_none_names_its_split(source, tmp_path, monkeypatch):
         map_part(source, source.select(), source.parts()[0], tmp_path / "part", config=CONFIG)
 
 
-def test_statistics_of_parts_are_those_of_all(tmp_path):
-    selection = sums_selection
-    merged = Sums(selection, vocabulary=10)
-    for number in range(2):
-        each = Sums(selection, vocabulary=10, part=number)
-        add_prices(each, range(number * 50, number * 50 + 50))
-        each.save(tmp_path)
-        merged.merge(read_sums(tmp_path, selection, vocabulary=10))
-    found = merged.accumulators["train"].result().features["price"]
-    assert (found.examples, found.least, found.most, found.mean) == (100, 0, 99, 49.5)
-    assert found.quantiles[::500] == pytest.approx((0, 49.5, 99))
-
-
 def test_every_example_is_in_its_split_once(prepared, source, numbers_of):
     dataset = prepared(source)
     by_split = {name: np.concatenate(numbers_of(dataset, name)) for name in ("train", "test")}
@@ -170,11 +157,6 @@ def test_every_order_is_as_likely(source, parts, monkeypatch, buckets):
         # Allow 4 standard errors of the mean, and the bias of about -1 / 79 that neighbors have.
         assert abs(np.mean(found)) < 4 / np.sqrt(79 * 200) + 1 / 79
         assert np.std(found) == pytest.approx(1 / np.sqrt(79), rel=0.25)
-
-
-def test_more_shards_than_examples(source, parts, tmp_path):
-    with pytest.raises(UserError, match="80 training examples of numbers into 81 shards"):
-        assemble(source, parts, tmp_path, DataConfig(shards=81))
 
 
 FEATURES = {"number": FeatureSpec(shape=(), dtype="int64", stored="int")}

@@ -1,11 +1,18 @@
 """Tests that words and pairs of words are counted once per text."""
 
+import re
+
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from flotilla.trainer.features.statistics import words
-from flotilla.trainer.features.statistics.words import count_words, split_words
+from flotilla.trainer.features.statistics.words import (
+    PUNCTUATION,
+    count_words,
+    is_letter,
+    split_words,
+)
 
 
 def texts(*values):
@@ -54,3 +61,14 @@ def test_a_text_counts_once_for_each_of_its_words(monkeypatch, part):
 def test_no_text_has_no_words():
     assert counted(texts(), []) == ({}, {})
     assert counted(texts(b"", b"..."), [1, 1]) == ({}, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("我", True), ("ดี", True), ("𠀀", True), ("좋", False), ("a我", False)]
+)
+def test_a_letter_begins_the_text(text, expected):
+    assert is_letter(text) == expected
+
+
+def test_punctuation_has_no_letter():
+    assert re.sub(PUNCTUATION, "", "it's [a_b]-\\c。") == "its abc。"

@@ -7,16 +7,9 @@ import pytest
 from PIL import Image
 
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from tests.trainer.data.files.sources import opened, source
+from tests.trainer.data.files.sources import opened, picture, source
 
 SIZE = (8, 6)
-
-
-def picture(path: Path, value: int = 0, mode: str = "RGB", **options: object) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.full((SIZE[1], SIZE[0], 3), value % 256, np.uint8)
-    pixels[0, 0] = (value // 256, value % 7, 9)
-    Image.fromarray(pixels).convert(mode).save(path, **options)
 
 
 @pytest.mark.parametrize(
