@@ -63,7 +63,6 @@ from flotilla.trainer.strategies.strategy import (
 from flotilla.trainer.tasks import registry as tasks
 from flotilla.trainer.tasks.binary_classification import TWO
 from flotilla.trainer.tasks.objective import Objective
-from flotilla.trainer.training.journal import check_callbacks
 from flotilla.trainer.training.task_contract import (
     LENGTH,
     call_user_code,
@@ -124,7 +123,11 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     _require_memory(config, model)
     _require_compiler(config, objective)
     require_metrics(config, objective)
-    check_callbacks(config.training)
+    if config.training.callbacks:
+        # Import this module late, because it imports TensorBoard.
+        from flotilla.trainer.training.journal import check_callbacks  # noqa: PLC0415
+
+        check_callbacks(config.training)
 
 
 def _require_known_lengths(model: keras.Model) -> None:

@@ -43,12 +43,7 @@ from flotilla.trainer.runtime.errors import (
 from flotilla.trainer.runtime.signals import end_at_once
 from flotilla.trainer.strategies.strategy import Problem, Report, Strategy
 from flotilla.trainer.telemetry.tensorboard import make_profiler
-from flotilla.trainer.training.journal import (
-    Callbacks,
-    Journal,
-    open_stream,
-    read_origin,
-)
+from flotilla.trainer.training.journal import Callbacks, Journal, open_stream, read_origin
 from flotilla.trainer.training.recovery import Recovery
 
 log = logging.getLogger(__name__)
