@@ -1,7 +1,7 @@
 """Run a module in a child process, and return the child's answer or raise its error.
 
-The answer is the last line of output that is a JSON object. An error
-is the last line that starts with `flotilla: `. The child exits when its parent exits.
+The answer is the last line of output that is a JSON object. An error is the last line that starts
+with `flotilla: `. The child exits when its parent exits.
 """
 
 from __future__ import annotations

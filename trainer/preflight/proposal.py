@@ -76,7 +76,7 @@ class Proposal:
 
 
 def is_source(given: str | Path) -> bool:
-    """Return whether an argument names data files or, if not, a configuration file.
+    """Return whether an argument names data files rather than a configuration file.
 
     Raises `ConfigError` if it names neither.
     """

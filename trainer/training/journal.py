@@ -160,7 +160,7 @@ class Journal:
         visited: Mapping[str, Any],
         recovered: Mapping[str, Any],
     ) -> str:
-        """Save a checkpoint, or wait for another task to save it, and return its URI."""
+        """Save a checkpoint, unless another task does, and return its URI. Raises `UserError`."""
         if not self._publishes:
             self._checkpoints.last = self._checkpoints.build_uri(variables)
             return self.last_checkpoint
