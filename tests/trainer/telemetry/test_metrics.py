@@ -339,6 +339,20 @@ def test_a_task_that_comes_back_has_begun_again_once(reports):
     assert reports.last[2] == {"worker": 3}
 
 
+@pytest.mark.parametrize(
+    ("rounds", "restarts"),
+    [
+        ([Peers(), Peers(silent=(FIRST,)), Peers()], {}),
+        ([Peers(), Peers(gone=(FIRST,)), Peers(silent=(FIRST,)), Peers()], {"worker": 1}),
+    ],
+)
+def test_a_task_that_is_only_slow_has_not_begun_again(reports, rounds, restarts):
+    watch = reports.watch()
+    for peers in rounds:
+        watch.note(peers)
+    assert reports.last[2] == restarts
+
+
 def started(folder, **counts):
     """Write how often the launcher has started each task, once by default."""
     for task in (CHIEF, SERVER, FIRST, SECOND):
