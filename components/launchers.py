@@ -124,15 +124,15 @@ def _list_served(namespace: str, run_id: str) -> dict[Engine, list[Tree]]:
     label = f"{names.RUN}={names.label_value(run_id)}"
     served: dict[Engine, list[Tree]] = {}
     for each in map(engine, ENGINES):
-        resource = each.kind.resource
-        request = partial(api.list_labelled, resource, label)
+        request = partial(api.list_labelled, each.kind.resource, label)
         try:
             served[each] = client.call_with_retry(request, RETRY_SECONDS, time.sleep)
         except client.RefusedError as error:
             if not (error.is_unserved or error.is_forbidden):
                 raise UserError(client.describe_refusal(error, each.kind)) from None
             # The launcher reports missing permissions later.
-            if error.is_forbidden and api.serves(resource):
+            look = partial(api.serves, each.kind.resource)
+            if error.is_forbidden and client.call_with_retry(look, RETRY_SECONDS, time.sleep):
                 served[each] = []
     return served
 

@@ -61,7 +61,7 @@ _TERMINATED = re.compile(r"main: Error \(exit code (?P<code>\d+)\): (?P<words>[a
 _OF_A_POD = re.compile(r"[A-Z][A-Za-z]+(: |$)")
 # Seconds without a pod after which a run is considered lost. Argo may be restarting until then.
 LOST_SECONDS = 300.0
-# The status of a step for each of its states in `kfp_nodes`.
+# The status of a step for each of its states in `kfp_run`.
 _STATUS = {"SUCCEEDED": "done", "FAILED": "failed", "RUNNING": "running", "PENDING": "waiting"}
 
 

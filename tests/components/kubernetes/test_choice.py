@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.components import launchers
-from flotilla.components.kubernetes.client import Api, connect
+from flotilla.components.kubernetes.client import Api, UnreachableError, connect
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import job_of, settings
@@ -53,6 +53,20 @@ def test_a_kind_that_is_not_served_is_none_although_permission_for_it_is_refused
     kube.store.create("tfjobs", NAMESPACE, tree)
     launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()
+
+
+def test_whether_a_kind_is_served_is_asked_again_after_an_outage(kube, job, monkeypatch):
+    kube.server.control.deny(USER, "list jobsets")
+    serves, outage = Api.serves, [UnreachableError("no answer")]
+
+    def interrupted(api, resource):
+        if outage:
+            raise outage.pop()
+        return serves(api, resource)
+
+    monkeypatch.setattr(Api, "serves", interrupted)
+    assert launchers.choose(job) == "tfjob"
+    assert not outage
 
 
 def test_the_exit_step_ends_what_it_may_and_says_what_it_may_not(kube, job):
