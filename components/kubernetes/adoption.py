@@ -1,4 +1,4 @@
-"""Adopts the unfinished job of an earlier attempt of the step, or creates a new one.
+"""Adopts the unfinished job of an earlier attempt, or creates one, and isolates its pods.
 
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
 the digest of the manifest is the same. A job is replaced if it has finished, is being stopped or

@@ -1,4 +1,4 @@
-"""The interface of an engine, which creates one kind of Kubernetes job and reads its status."""
+"""The interface of an engine, which creates, reads and stops one kind of Kubernetes job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,11 @@ class JobEnd:
 
 
 class Stop:
-    """Stops a job through the guard of its leading task. The guard watches the job's lease."""
+    """Stops a job through the guard of its leading task. The guard watches the job's lease.
+
+    The DNS names of pods disappear with the job, and then TensorFlow cannot open new channels.
+    Therefore the job is first asked to stop, and deleted only after its leading task has ended.
+    """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
         """Store the job as returned by the API, its leading task, and the task's pod template."""

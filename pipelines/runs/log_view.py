@@ -1,4 +1,4 @@
-"""Parses the lines of a log: time, writer, and whether they are noise.
+"""Parses the lines of logs (time, writer, noise), and selects and merges the lines to show.
 
 `LogView` selects the lines to show, without duplicates and with fewer repeating lines.
 """

@@ -21,7 +21,7 @@ FOLDER_LIMITS = {"components": 20}
 # return.
 BUDGETS = {
     "components": 1761,
-    "components/kubernetes": 5364,
+    "components/kubernetes": 5368,
     "components/records": 1319,
     "components/sweeps": 282,
     "pipelines": 2574,

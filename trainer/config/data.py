@@ -1,4 +1,4 @@
-"""The `data` section: the source of the examples, their columns, and their splits.
+"""The `data` section: the source of the examples, their columns and splits, and the data gate.
 
 A dataset comes either from TFDS (`dataset`) or from files (`source`). All other keys apply to both,
 unless their description says otherwise.

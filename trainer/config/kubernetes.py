@@ -1,4 +1,4 @@
-"""The section `cluster.kubernetes`: settings of the job and its pods, with defaults and limits.
+"""The section `cluster.kubernetes`: settings of the job and its pods, and their validation.
 
 `pod` applies to all roles, and a role's own value overrides it: mappings are merged by key, and any
 other value that is not empty replaces the value in `pod`. The text in an `Annotated` type is the

@@ -1,4 +1,4 @@
-"""Blocks: the records of a shard.
+"""Blocks, which are the records of a shard, and batches of rows that vary in length.
 
 A block is a `tf.train.Example` that stores many rows column by column. Each feature is one list
 with the values of all rows: numbers as int64 or float32, strings and encoded images as bytes.

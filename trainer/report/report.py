@@ -1,4 +1,4 @@
-"""Renders `report.html`, a single page about a run that needs no other files.
+"""Renders `report.html`, a page that needs no other files, and loads templates of all pages.
 
 The facts of a run are plain data. Any of them may be missing, for example if the run failed early:
 

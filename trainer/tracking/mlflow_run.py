@@ -1,4 +1,4 @@
-"""Finds or creates one run in MLflow, and writes points and tags to it.
+"""Finds or creates one run in MLflow, describes its origin, and writes points and tags to it.
 
 A run is found by the tag `flotilla.run_id`. A trial is a child of the run of its sweep. MLflow can
 only append to a curve, so the steps that a curve already has are queried before its first point is

@@ -1,4 +1,4 @@
-"""The leading task, which prepares and runs an attempt of training.
+"""The leading task, which prepares and runs an attempt of training, and ends if it stalls.
 
 It passes `Hooks` (`flotilla.trainer.training.loop`) to the outer loop.
 """

@@ -1,4 +1,4 @@
-"""Find a dataset's builder, and read it as a source.
+"""Find a dataset's builder, read it as a source, and speed up its encoding of images.
 
 A builder is embedded, from TFDS, or a user's `package.module:Builder`.
 """

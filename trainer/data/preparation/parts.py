@@ -1,4 +1,4 @@
-"""A mapped part of a source: its rows by split, in random order, and their statistics.
+"""A mapped part of a source: its rows by split, in random order, statistics and class counts.
 
 The folder of a part has an Arrow file of rows and a file of statistics for each split, and
 `sums.json`, which is written last. The folder may be published and read on another machine. An

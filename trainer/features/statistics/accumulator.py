@@ -1,4 +1,4 @@
-"""Accumulates the statistics of a split in one pass over its examples."""
+"""Accumulates the statistics of a split in one pass, and measures the association of columns."""
 
 from __future__ import annotations
 
