@@ -3,6 +3,8 @@
 `pod` applies to all roles, and a role's own value overrides it: mappings are merged by key, and any
 other value that is not empty replaces the value in `pod`. The text in an `Annotated` type is the
 name of that type on the reference page.
+
+Validators refuse what Kubernetes would refuse minutes later, in an event that few users see.
 """
 
 from __future__ import annotations

@@ -231,7 +231,10 @@ class PartRange:
 
 
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
-    """Return the streaming parameters, or None if all shards fit on disk. Raises `ConfigError`."""
+    """Return the streaming parameters, or None if all shards fit on disk. Raises `ConfigError`.
+
+    The chief and all workers get the same result, because it depends only on the arguments.
+    """
     if not config.data.disk:
         return None
     spec, sizes = DatasetSpec.from_manifest(manifest), {e.path: e.bytes for e in manifest.files}
