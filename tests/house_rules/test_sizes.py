@@ -36,7 +36,7 @@ BUDGETS = {
     "trainer/cluster": 2498,
     "trainer/code": 427,
     "trainer/config": 3355,
-    "trainer/data": 10697,
+    "trainer/data": 10700,
     "trainer/data_gate": 1923,
     "trainer/embeddings": 1988,
     "trainer/evaluation": 3011,

@@ -301,7 +301,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
     if bad:
         raise UserError(
             f"the model of {checkpoint} returns non-finite numbers for {bad} of {expected} {SPLIT} "
-            "examples, so training has diverged; train again with a lower "
+            "examples, so training has probably diverged; train again with a lower "
             "training.optimizer.learning_rate"
         )
 

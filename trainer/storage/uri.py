@@ -122,7 +122,7 @@ def split_names(text: str) -> list[str]:
 
 
 def parent_of(uri: str) -> str:
-    """Return the URI without the last name of its path."""
+    """Return the URI without the last component of its path."""
     # A file URI has no options.
     path, mark, query = (uri, "", "") if find_scheme(uri) == "file" else uri.partition("?")
     return path.rstrip("/").rpartition("/")[0] + mark + query

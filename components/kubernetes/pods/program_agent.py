@@ -127,7 +127,7 @@ def main(arguments: list[str]) -> int:
         cluster, task = from_tf_config(os.environ.get("TF_CONFIG", ""))
         config = parse_config(json.loads(os.environ.get(CONFIG_VARIABLE) or "{}"))
     except UserError as error:
-        # Kubernetes restarts this container, and the launcher reports that it cannot start.
+        # Kubernetes restarts this container, and the launcher reports that it does not start.
         streams.say(f"agent: {error}")
         return USAGE
     job = Job(

@@ -178,7 +178,8 @@ def test_a_model_that_overflows_for_some_examples_is_refused(run, tmp_path):
     before, _, after = message.partition(" of 97 test examples, ")
     assert re.fullmatch(r"the model of \S+ returns non-finite numbers for [1-9]\d?", before)
     assert after == (
-        "so training has diverged; train again with a lower training.optimizer.learning_rate"
+        "so training has probably diverged; train again with a lower "
+        "training.optimizer.learning_rate"
     )
 
 

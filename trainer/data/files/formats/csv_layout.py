@@ -264,14 +264,17 @@ class _Head:
             return cells, ()
         row = next(at for at, each in enumerate(self._rows) if at > place and each is rows[0])
         cause = "add the missing names, or remove a title above the header"
-        if more > 0 and any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
+        if more < 0:
+            cause = "remove the extra names, or add the missing values"
+        elif any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
             cause = "quote numbers that have a comma, or write them without commas"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = "write texts in double quotes, right after the delimiter"
         raise UserError(
-            f"data.source: {self._path}, row {self._lines[row]} has {self._width} values, as have "
-            f"{len(rows)} of the first {len(self._rows) - place - 1} rows, but the header (row "
-            f"{self._lines[place]}) has {len(cells)} names: {', '.join(cells[:_NAMED])}; {cause}"
+            f"data.source: {self._path}, row {self._lines[place]}: the header has {len(cells)} "
+            f"names ({', '.join(cells[:_NAMED])}), but {len(rows)} of the first "
+            f"{len(self._rows) - place - 1} rows have {self._width} values, such as row "
+            f"{self._lines[row]}; {cause}"
         )
 
 

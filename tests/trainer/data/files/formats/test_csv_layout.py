@@ -114,7 +114,8 @@ def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
 
 def test_spaces_quotes_of_another_kind_and_lines_of_markdown(tmp_path: Path) -> None:
     rows = "".join(f'"r{i}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
-    assert refusal(tmp_path, f'"n" "kind"\n{rows}').startswith("data.source: FILE, row 2 has 3")
+    line = refusal(tmp_path, f'"n" "kind"\n{rows}')
+    assert line.startswith("data.source: FILE, row 1: the header has 2 names (n, kind), but 9 of")
     rows = "".join(f'"{i + 1}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
     assert table(tmp_path, f'"n" "kind"\n{rows}')[0][3] == {"n": "3", "kind": "b b"}
     rows = "".join(f"{i},'a, b',x\n" for i in range(9))
@@ -144,11 +145,15 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
     [
         (
             "n,word\n1,5,a\n2,7,b\n",
-            "FILE, row 2 has 3 values, as have 2 of the first 2 rows, but the header (row 1) "
-            "has 2 names: n, word; quote numbers that have a comma, or write them without commas",
+            "FILE, row 1: the header has 2 names (n, word), but 2 of the first 2 rows have 3 "
+            "values, such as row 2; quote numbers that have a comma, or write them without commas",
         ),
-        ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 2 has 3 values"),
-        ("n,word,kind\n1,2\n3,4\n", "FILE, row 2 has 2 values"),
+        ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 1: the header has 2 names (x, t), but 2 of"),
+        (
+            "n,word,kind\n1,2\n3,4\n",
+            "FILE, row 1: the header has 3 names (n, word, kind), but 2 of the first 2 rows have 2 "
+            "values, such as row 2; remove the extra names, or add the missing values",
+        ),
         ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of fixed width"),
         ('{"x": 1, "y": 2}\n{"x": 2, "y": 3}\n', "FILE is JSON; set data.format: jsonl"),
         ('[\n{"x": 1}\n]', "FILE is JSON; set data.format: jsonl"),
