@@ -97,7 +97,7 @@ class ColumnScan:
         """Add images by their sizes. `missing` is the number of images that cannot be decoded."""
         sizes = list(measured)
         self._count("image", len(sizes))
-        self.shapes.update(sizes[: max(0, _SEEN - len(self.shapes))])
+        self.shapes.update([*{*sizes} - self.shapes][: max(0, _SEEN - len(self.shapes))])
         self.rows += len(sizes) + missing
 
     @property

@@ -7,6 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from flotilla.trainer.data.files import column_scan
 from flotilla.trainer.data.files.column_scan import ColumnScan
 
 CELLS = [
@@ -62,3 +63,13 @@ def test_categories_that_no_row_has_are_no_values():
 def test_a_large_integer_among_fractions_is_one_of_its_kind():
     found = scanned(["1.5", "3", "-9223372036854775808", "99999999999999999999"], 4)
     assert found["kinds"] == {"float": 1, "int": 2, "huge": 1}
+
+
+def test_an_image_of_another_size_is_seen_after_many_of_one_size(monkeypatch):
+    monkeypatch.setattr(column_scan, "_SEEN", 3)
+    scan, sizes = ColumnScan(), [(6, 8, 1)] * 5 + [(10, 20, 3)]
+    scan.add_images(sizes, 1)
+    assert scan.shapes == set(sizes)
+    assert (scan.rows, scan.kinds) == (7, {"image": 6})
+    scan.add_images([(each, 1, 1) for each in range(1, 9)], 0)
+    assert (scan.rows, len(scan.shapes)) == (15, 3)
