@@ -219,12 +219,12 @@ def read_compiled(model: keras.Model) -> Compiled | None:
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:
-    """Return whether a loss expects logits, or None if unknown."""
+    """Return whether a loss expects logits, or None if unknown, as for a wrapped function."""
     given = getattr(loss, "from_logits", None)
     if given is None:
         given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
     if given is None and (function := getattr(loss, "fn", None)):
-        parameter = inspect.signature(function).parameters.get("from_logits")
+        parameter = inspect.signature(function, follow_wrapped=False).parameters.get("from_logits")
         given = parameter and parameter.default
     return given if isinstance(given, bool) else None
 

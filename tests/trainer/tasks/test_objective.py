@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import textwrap
 
@@ -178,6 +179,12 @@ def test_logits_for_a_loss_of_probabilities_are_refused():
         ConfigError, match=r"the loss needs probabilities, but the last layer return"
     ):
         accepted(net(None, loss="sparse_categorical_crossentropy"))
+
+
+def test_a_wrapper_of_a_loss_of_probabilities_may_pass_logits():
+    inner = keras.losses.sparse_categorical_crossentropy
+    wrapper = functools.wraps(inner)(lambda *given: inner(*given, from_logits=True))
+    assert not accepted(net(None, loss=wrapper)).task.from_probabilities
 
 
 @pytest.mark.parametrize(
