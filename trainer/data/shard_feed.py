@@ -233,7 +233,8 @@ class PartRange:
 def plan_streaming(config: Config, manifest: Manifest, workers: int) -> Streaming | None:
     """Return the streaming parameters, or None if all shards fit on disk. Raises `ConfigError`.
 
-    The chief and all workers get the same result, because it depends only on the arguments.
+    The chief and all workers make the same decision, because it depends only on the configuration,
+    the manifest and the number of workers.
     """
     if not config.data.disk:
         return None

@@ -138,14 +138,6 @@ class TrainAndValidation(Small):
     sizes: ClassVar = {"train": 40, "validation": 7}
 
 
-class AllThree(Small):
-    sizes: ClassVar = {"train": 40, "validation": 7, "test": 10}
-
-
-class NoTrain(Small):
-    sizes: ClassVar = {"test": 10, "extra": 3}
-
-
 class InOrder(Small):
     sizes: ClassVar = {"train": 40, "test": 10}
     in_order = True
@@ -170,13 +162,6 @@ class VariableExtra(VariableImage):
     """A dataset in which only an unused feature varies in shape."""
 
     keys = ("x", "label")
-
-
-class Unlabelled(Small):
-    """A dataset whose test split has no labels, as in a competition."""
-
-    def example(self, number):
-        return {**super().example(number), "label": number % 3 if number < 40 else -1}
 
 
 class IntegerLabel(Small):

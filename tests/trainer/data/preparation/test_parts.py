@@ -1,5 +1,7 @@
 """Tests mapped parts, the shards assembled from them, and how TensorFlow reads the shards."""
 
+from dataclasses import replace
+
 import google_crc32c
 import numpy as np
 import pytest
@@ -91,8 +93,10 @@ def test_a_label_that_is_none_names_its_split(source, tmp_path, monkeypatch):
     columns = {"number": np.arange(2), "label": np.array([0, -1])}
     batch = Batch(columns=columns, splits=np.zeros(2, np.int8))
     monkeypatch.setattr(source, "read", lambda *_: iter([batch]), raising=False)
-    with pytest.raises(UserError, match="without a label"):
-        map_part(source, source.select(), source.parts()[0], tmp_path / "part", config=CONFIG)
+    part = replace(source.parts()[0], origin="test")
+    words = r"the split 'test' of numbers has examples without a label \('label' is -1\)"
+    with pytest.raises(UserError, match=words):
+        map_part(source, source.select(), part, tmp_path / "part", config=CONFIG)
 
 
 def test_every_example_is_in_its_split_once(prepared, source, numbers_of):

@@ -285,12 +285,8 @@ def _open(path: Path) -> Iterator[dict[str, _Array]]:
                     "it again with numpy.savez if that is intended"
                 )
             require_few(len(members), str(path))
-            found = {
-                each.filename.removesuffix(_SUFFIX): _header(
-                    stack.enter_context(archive.open(each))
-                )
-                for each in members
-            }
+            opened = ((each, stack.enter_context(archive.open(each))) for each in members)
+            found = {each.filename.removesuffix(_SUFFIX): _header(file) for each, file in opened}
             _check(path, found)
             yield found
     except _BROKEN as error:
