@@ -265,7 +265,8 @@ def reschedule(instance: Instance, target: dict[str, Any], name: ScheduleName) -
     """Recreate a schedule with the newest pipeline version. Keep its times and configuration."""
     from flotilla.pipelines.runs import schedule as scheduling
 
-    return _answer_schedule(scheduling.reschedule(instance.access(), name, **target))
+    made = scheduling.reschedule(instance.access(), name, target["pipeline"], target["image"])
+    return _answer_schedule(made)
 
 
 @answers

@@ -38,7 +38,7 @@ def run(
     code: opt.Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
-    return _run("run", label, assignments, code, config=config, workdir=workdir, resume=resume)
+    return _run("run", config, label, assignments, workdir, code, resume=resume)
 
 
 @answers
@@ -50,7 +50,7 @@ def prepare(
     code: opt.Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
-    return _run("prepare", label, assignments, code, config=config, workdir=workdir)
+    return _run("prepare", config, label, assignments, workdir, code)
 
 
 @answers
@@ -64,10 +64,7 @@ def train(
     code: opt.Code = None,
 ) -> Answer:
     """Train a model, after preparing the dataset if it is not yet published."""
-    return _run(
-        "train", label, assignments, code,
-        config=config, workdir=workdir, dataset=dataset, resume=resume,
-    )  # fmt: skip
+    return _run("train", config, label, assignments, workdir, code, dataset=dataset, resume=resume)
 
 
 def make_answer(result: RunResult) -> Answer:
@@ -92,10 +89,14 @@ def make_answer(result: RunResult) -> Answer:
 
 def _run(
     pipeline: str,
+    config: str | None,
     label: list[str] | None,
     assignments: list[str] | None,
+    workdir: Path,
     code: Path | None,
-    **given: Any,
+    *,
+    dataset: str = "",
+    resume: str | None = None,
 ) -> Answer:
     from flotilla.pipelines.cli import display, live
     from flotilla.pipelines.runs import local
@@ -103,10 +104,13 @@ def _run(
 
     options = local.RunOptions(
         pipeline=pipeline,
+        config=config,
         label=tuple(label or ()),
         settings=tuple(assignments or ()),
+        workdir=workdir,
+        dataset=dataset,
+        resume=resume,
         code=code or "",
-        **given,
     )
     started = local.start(options)
     errors = display.Terminal(stderr=True)

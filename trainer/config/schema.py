@@ -72,7 +72,7 @@ def _class_weights(value: object) -> object:
         if not math.isfinite(weight):
             raise ValueError(f"the weight of {name!r} is {weight}, which is not a finite number")
         if weight < 0:
-            raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
+            raise ValueError(f"the weight of {str(name)!r} is {weight:g}, which is below zero")
     return {str(name): weight for name, weight in value.items()}
 
 

@@ -210,19 +210,21 @@ class Topology:
 
 
 TOPOLOGIES = {
-    "single": Topology(implementation="flotilla.trainer.strategies.mirrored:Single", servers=False,
-        workers=False, capabilities=Capabilities(own_steps=True)),
+    "single": Topology(
+        implementation="flotilla.trainer.strategies.mirrored:Single",
+        servers=False, workers=False, capabilities=Capabilities(own_steps=True)),
     "async_parameter_server": Topology(
         implementation="flotilla.trainer.strategies.async_parameter_server:AsyncParameterServer",
         capabilities=Capabilities(spares_workers=True, mixes_steps=True, keeps_values=True)),
     "sync_parameter_server": Topology(
         implementation="flotilla.trainer.strategies.sync_parameter_server:SyncParameterServer",
         capabilities=Capabilities(spares_workers=True, keeps_values=True, aggregates=True)),
-    "in_graph": Topology(implementation="flotilla.trainer.strategies.parameter_server:InGraph",
+    "in_graph": Topology(
+        implementation="flotilla.trainer.strategies.parameter_server:InGraph",
         capabilities=Capabilities(keeps_values=True)),
     "multi_worker_mirrored": Topology(
-        implementation="flotilla.trainer.strategies.mirrored:MultiWorkerMirrored", chief=False,
-        servers=False, capabilities=Capabilities(copies=True, own_steps=True)),
+        implementation="flotilla.trainer.strategies.mirrored:MultiWorkerMirrored",
+        chief=False, servers=False, capabilities=Capabilities(copies=True, own_steps=True)),
 }  # fmt: skip
 #: Capabilities assumed before a user's class is imported: it may be asynchronous, and may continue
 #: after losing a worker.

@@ -214,9 +214,8 @@ def find_new_copies(
     within = asked.hashes <= min(_limit(asked), _limit(own), _limit(known))
     hashes, copies = asked.hashes[within], asked.copies[within]
     there, here = np.isin(hashes, known.hashes), np.isin(hashes, own.hashes)
-    examples, found, others = (int(copies[each].sum()) for each in (
-        np.ones(len(hashes), np.bool_), there & ~here, here & ~there
-    ))  # fmt: skip
+    groups = (np.ones(len(hashes), np.bool_), there & ~here, here & ~there)
+    examples, found, others = (int(copies[each].sum()) for each in groups)
     by_chance = _estimate_chance(dataset)
     if by_chance is not None and by_chance < _RARE:
         chance = special.bdtrc(found - 1, examples, by_chance)

@@ -65,11 +65,10 @@ def read_lineage_data(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
 
 def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
     made = {each.number: each for each in registry.promotions(root, name)}
-    known: dict[int, Mapping[str, Any]] = {}
-    if made:
-        known |= registry.read_retired(registry.home(root, name))
-        for each in registry.versions(root, name):
-            known[each.number] = each.manifest.fields.get("lineage", {})
+    # Read the versions first, because a removal records the lineage before it deletes the version.
+    here = registry.versions(root, name) if made else ()
+    known = registry.read_retired(registry.home(root, name)) if made else {}
+    known |= {each.number: each.manifest.fields.get("lineage", {}) for each in here}
     number = max(made, default=0)
     while number:
         promotion = made.get(number)
