@@ -108,6 +108,27 @@ def test_a_champion_that_was_rolled_back_was_trained_on_nothing(root, tmp_path):
     assert trained.read_champion_data(root, NAME).spans == {"1": "x", "2": "x", "3": "z"}
 
 
+def test_a_version_that_is_removed_between_two_reads_counts(root, tmp_path, monkeypatch):
+    crown(root, tmp_path, "a", {"1": "x"})
+    crown(root, tmp_path, "b", {"2": "y"})
+    first = registry.version(root, NAME, 1)
+
+    def then_remove(read):
+        def call(*arguments):
+            found = read(*arguments)
+            if storage.is_published(first.uri):
+                registry.retire(registry.home(root, NAME), 1, first.manifest.fields["lineage"])
+                storage.delete(first.uri)
+            return found
+
+        return call
+
+    for name in ("versions", "read_retired"):
+        monkeypatch.setattr(registry, name, then_remove(getattr(registry, name)))
+    assert trained.read_champion_data(root, NAME).spans == {"1": "x", "2": "y"}
+    assert not storage.is_published(first.uri)
+
+
 def configured(**training):
     return parse_config(
         {
