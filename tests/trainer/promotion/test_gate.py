@@ -257,11 +257,13 @@ def champion(only_challenger, only_champion, both=900):
 
 
 def test_parts_of_a_slice_have_rules(tmp_path):
-    policy = {"min": {"accuracy@label=0": 0.9}, "max": {"loss@label": 1.0}}
+    lowest = {"accuracy@label=0": 0.9, "accuracy@label=a=b": 0.3}
+    policy = {"min": lowest, "max": {"loss@label": 1.0}}
     decision = check(tmp_path, policy)
     assert not decision.blessed
     assert [(rule.metric, rule.passed) for rule in decision.rules] == [
-        ("accuracy@label=0", True), ("loss@label=0", True), ("loss@label=a=b", False),
+        ("accuracy@label=0", True), ("accuracy@label=a=b", True),
+        ("loss@label=0", True), ("loss@label=a=b", False),
     ]  # fmt: skip
     assert decision.reasons == ("Loss where label is a=b is 2; it must be at most 1 (gate.max).",)
     assert str(decision.rules[0]) == (
