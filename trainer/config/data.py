@@ -17,7 +17,7 @@ from flotilla.trainer.config.base import Free, Section, Whole, key, suggest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
 ACTIONS = (REFUSE, WARN, OFF)
-#: All spans or, as a key in `gate.rules`, all rules that are not listed there.
+#: All spans or, as a key in `data.gate.rules`, all rules that are not listed there.
 ALL = "all"
 RULES = {
     "missing_feature": (REFUSE, "a missing feature that the schema file requires or the "
