@@ -330,8 +330,8 @@ class Shard:
             used = self.noted.used.value.read_value()
             if self.steps is not None:
                 # A run that was warm-started counts its steps from 0, so add the steps of the
-                # earlier run. The last search by age counts too, because the most recently used
-                # rows may have been evicted since.
+                # earlier run. Use the step of the last eviction if it is later, because the most
+                # recently used rows may have been evicted since.
                 swept = self.noted.tally.value.read_value()[SWEPT]
                 latest = tf.maximum(tf.reduce_max(used), swept)
                 self.earlier.assign(tf.maximum(self.earlier, latest - self.steps.read_value()))

@@ -108,7 +108,9 @@ def _channels(places: Places, name: str, x: Any, dimension: int) -> tuple[list[A
         known = places.known(name, ops.where(ops.equal(numbers, 1), 0, numbers + 1))
         return [embedding(name, layer.size, dimension)(numbers)], known
     if len(shape) > _VECTORS:
-        raise ConfigError(f"{name!r} must be a sequence of numbers or vectors, not {shape}")
+        raise ConfigError(
+            f"{name!r} must be a sequence of numbers or vectors, but has the shape {shape}"
+        )
     known = places.known(name, x)
     found = []
     statistics, whole = spec.statistics(name), "int" in x.dtype

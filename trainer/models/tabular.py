@@ -205,7 +205,7 @@ class Places:
         # Replace a missing number by the median, which is 0 here. The mask below marks it only if
         # values of this input were missing in training.
         x = keras.ops.where(missing, 0.0, x)
-        # Limit the numbers to the range of training, because infinity times zero would be NaN.
+        # Clip the numbers to the range of the training data, because infinity * 0 is NaN.
         low, high = np.stack([each.ends for each in cut], axis=1)
         x = keras.ops.minimum(keras.ops.maximum(x, low), high)
         x = keras.ops.expand_dims(x, -1)
