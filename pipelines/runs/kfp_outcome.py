@@ -112,26 +112,35 @@ def find_running_stages(client: Client, run: RemoteRun) -> Mapping[str, StepReco
 def _judge_active(client: Client, run: RemoteRun) -> _Verdict:
     if run.impasse:
         return "failed", FAILED, run.impasse
-    words = explain_loss(client, run)
+    found = find_pods(client, run)
+    # A single negative answer may mean that this client cannot see the pods.
+    words = explain_loss(client, run, found if run.state == "CANCELING" else found or None)
     if words and (run.state == "CANCELING" or _is_orphan(client, run)):
         return "failed", FAILED, words
     return "running", DONE, words or _obstacle(run)
 
 
-def explain_loss(client: Client, run: RemoteRun) -> str:
-    """Return why the end of a run will perhaps never be reported, or an empty string.
-
-    If the Workflow of a run was deleted, the instance keeps the last reported state. Deleting a
-    schedule may also delete the Workflows of its runs.
-    """
+def find_pods(client: Client, run: RemoteRun) -> bool | None:
+    """Return whether any active pod of a run exists, or None if that is unknown."""
     active = [pod for pod in run.nodes.pods if pod.state in ("PENDING", "RUNNING")]
     found = [_exists(client, run, pod) for pod in active]
     if True in found:
+        return True
+    return None if None in found or not found else False
+
+
+def explain_loss(client: Client, run: RemoteRun, found: bool | None) -> str:
+    """Return why the end of a run will perhaps never be reported, or an empty string.
+
+    If the Workflow of a run was deleted, the instance keeps the last reported state. Deleting a
+    schedule may also delete the Workflows of its runs. `found` is the result of `find_pods`.
+    """
+    if found:
         return ""
     if _is_orphan(client, run):
         return f"the schedule {run.schedule_id} was deleted: {WORKFLOW_GONE}"
-    is_gone = bool(found) and None not in found
-    if is_gone or (not is_busy(run.nodes) and _idle_seconds(run) >= LOST_SECONDS):
+    is_idle = not is_busy(run.nodes) and _idle_seconds(run) >= LOST_SECONDS
+    if found is False or is_idle:
         return f"if this run does not end within minutes, {WORKFLOW_GONE}"
     return ""
 

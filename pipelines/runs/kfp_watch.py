@@ -19,6 +19,7 @@ from flotilla.pipelines.runs.kfp_outcome import (
     explain_message,
     explain_pod,
     find_failed_pods,
+    find_pods,
     find_running_stages,
     is_busy,
     judge_run,
@@ -149,6 +150,7 @@ class _Loss:
         self._client = client
         self._next = 0.0
         self._since: float | None = None
+        self._has_seen = False
 
     def look(self, run: RemoteRun) -> str:
         """Return why the end of the run will not be reported, or an empty string."""
@@ -156,7 +158,10 @@ class _Loss:
         if now < self._next:
             return ""
         self._next = now + LOSS_SECONDS
-        words = explain_loss(self._client, run)
+        found = find_pods(self._client, run)
+        # Trust a negative answer only after a positive one, because the endpoint may lack access.
+        self._has_seen = self._has_seen or found is True
+        words = explain_loss(self._client, run, found if self._has_seen else None)
         if not words:
             self._since = None
             return ""

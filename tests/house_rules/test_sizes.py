@@ -28,7 +28,7 @@ BUDGETS = {
     "pipelines/cli": 3937,
     "pipelines/doctor": 1660,
     "pipelines/retention": 1011,
-    "pipelines/runs": 5025,
+    "pipelines/runs": 5039,
     "pipelines/sweeps": 700,
     "trainer": 210,
     "trainer/baselines": 880,

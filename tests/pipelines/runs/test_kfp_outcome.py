@@ -278,6 +278,12 @@ def test_an_image_that_does_not_exist_is_1_with_step_and_image(instance, waits):
     assert not instance.asked(":terminate")
 
 
+@pytest.fixture
+def no_pause(monkeypatch):
+    for name in ("LOST_SECONDS", "LOSS_SECONDS"):
+        monkeypatch.setattr(f"flotilla.pipelines.runs.kfp_watch.{name}", 0.0)
+
+
 def collected(workflow, _run):
     workflow.collect()
 
@@ -294,9 +300,8 @@ LOST = "if this run does not end within minutes, the Workflow and the pods of th
     ids=["with a running pod", "between two steps"],
 )
 @pytest.mark.parametrize("has_ui", [False, True], ids=["api", "page"])
-def test_a_run_without_its_workflow_is_not_waited_for(instance, waited, monkeypatch, lost, has_ui):
-    monkeypatch.setattr("flotilla.pipelines.runs.kfp_watch.LOST_SECONDS", 0.0)
-    monkeypatch.setattr("flotilla.pipelines.runs.kfp_watch.LOSS_SECONDS", 0.0)
+@pytest.mark.usefixtures("no_pause")
+def test_a_run_without_its_workflow_is_not_waited_for(instance, waited, lost, has_ui):
     instance.has_ui = has_ui
     answer = waited(lost)
     assert (answer.code, answer.json["status"]) == (1, "failed")
@@ -310,14 +315,20 @@ def test_a_run_without_its_workflow_is_not_waited_for(instance, waited, monkeypa
         ('pods "p" is forbidden: exceeded quota: small, requested: cpu=1', False),
     ],
 )
-def test_a_waiting_pod_that_was_created_must_exist(instance, remote, message, is_lost):
+@pytest.mark.usefixtures("no_pause")
+def test_a_waiting_pod_that_was_created_must_exist(instance, waited, message, is_lost):
     instance.has_ui = True
-    instance.store.play = [waiting(message), collected]
-    run_id = remote("submit", "--json").json["run_id"]
-    first, second = (remote("status", run_id) for _ in range(2))
-    assert message in first.err
-    assert (f"flotilla: {LOST}" in second.err) is is_lost
-    assert second.code == 0
+    answer = waited([waiting(message), collected, collected, over("FAILED")])
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert answer.json["message"].startswith(LOST) is is_lost
+
+
+@pytest.mark.usefixtures("no_pause")
+def test_pods_that_were_never_seen_are_not_lost(instance, waited):
+    instance.has_logs = False
+    answer = waited([*[begin("train_model")] * 3, over("FAILED")])
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert LOST not in answer.json["message"]
 
 
 def test_an_image_may_appear_within_a_minute(instance, remote):
