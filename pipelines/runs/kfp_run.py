@@ -18,7 +18,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -53,6 +53,8 @@ _STATES = {
     "Failed": "FAILED",
     "Error": "FAILED",
 }
+# The states of trials that determine the state of their common step, in this order.
+_SHOWN_FIRST = ("RUNNING", "PENDING", "FAILED")
 _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
@@ -252,16 +254,34 @@ def _nodes(workflow: Tree) -> Nodes:
         tasks.setdefault(path, []).append(node)
     failed = _STATES.get(str(status.get("phase") or "")) == "FAILED"
     inputs = [_executor_input(each) for tries in tasks.values() for each in tries]
-    steps = {step.name: step for step in _steps(workflow, tasks)}
+    steps: dict[str, list[Step]] = {}
+    for step in _steps(workflow, tasks):
+        steps.setdefault(step.name, []).append(step)
     return Nodes(
-        steps=tuple(
-            sorted(steps.values(), key=lambda step: step.began or datetime.max.replace(tzinfo=UTC))
-        ),
+        steps=tuple(sorted(map(_join_trials, steps.values()), key=_began)),
         pods=tuple(_pods(workflow, tasks)),
         root=next(filter(None, map(_root, inputs)), ""),
         artifact=next(filter(None, map(_artifact, inputs)), ""),
         message=one_line(status.get("message")) if failed else "",
         is_pausing=any(_is_pausing(each) for tries in tasks.values() for each in tries),
+    )
+
+
+def _began(step: Step) -> datetime:
+    return step.began or datetime.max.replace(tzinfo=UTC)
+
+
+def _join_trials(same: Sequence[Step]) -> Step:
+    """Return one step for those of the parallel trials of a sweep, which have the same name.
+
+    The step is active as long as a trial is active, and has failed if a trial has failed.
+    """
+    shown = next((step for state in _SHOWN_FIRST for step in same if step.state == state), same[-1])
+    ends = [step.ended for step in same if step.ended]
+    return replace(
+        shown,
+        began=min((step.began for step in same if step.began), default=None),
+        ended=max(ends) if len(ends) == len(same) else None,
     )
 
 

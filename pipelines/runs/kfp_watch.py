@@ -106,12 +106,14 @@ class Outage:
     """Measures how long an instance has not responded."""
 
     def __init__(self, on_note: OnNote) -> None:
-        """Store the function that receives a message when an outage begins."""
+        """Store the function that receives a message when an outage begins or ends."""
         self._on_note = on_note
         self._since: float | None = None
 
     def end(self) -> None:
         """Record that the instance has responded."""
+        if self._since is not None:
+            self._on_note("the state of the run can be read again")
         self._since = None
 
     def may_pass(self, error: InstanceError) -> bool:

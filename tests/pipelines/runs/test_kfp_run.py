@@ -76,6 +76,34 @@ def test_the_last_try_counts(workflow):
     ]
 
 
+@pytest.mark.parametrize(
+    ("first", "second", "state"),
+    [
+        ("Failed", "Succeeded", "FAILED"),
+        ("Succeeded", "Failed", "FAILED"),
+        ("Failed", "Running", "RUNNING"),
+        ("Succeeded", "Succeeded", "SUCCEEDED"),
+    ],
+)
+def test_the_parallel_trials_of_a_sweep_are_one_step(workflow, first, second, state):
+    workflow.begin("train_model")
+    group = "condition-2(0)."
+
+    def repeat(tree):
+        ended = "2026-01-03T00:00:00Z"
+        nodes = {}
+        for number, phase in enumerate((first, second)):
+            for node in tree["status"]["nodes"].values():
+                name = node["name"].replace(group, f"{group}iterations({number}:{number})(0).")
+                finished = {} if phase == "Running" else {"finishedAt": ended}
+                nodes[name] = {**node, "name": name, "phase": phase, **finished}
+        tree["status"]["nodes"] = nodes
+
+    [step] = read(changed(workflow, repeat)).steps
+    assert (step.name, step.state) == ("train_model", state)
+    assert (step.ended is None) == (state == "RUNNING")
+
+
 def test_nodes_that_argo_has_compressed(workflow):
     workflow.begin("train_model")
 

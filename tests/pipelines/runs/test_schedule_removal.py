@@ -171,6 +171,7 @@ def test_an_instance_that_is_away_during_the_wait(instance, remote, fire, looks)
     answer = remote("unschedule", "digits")
     assert answer.code == 0, answer.err
     assert answer.err.count("the state of the run cannot be read") == 1
+    assert answer.err.count("the state of the run can be read again") == 1
     assert not instance.store.recurring
 
 

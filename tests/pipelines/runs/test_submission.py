@@ -142,6 +142,7 @@ def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
     answer = remote("submit", "--wait")
     assert answer.code == 0
     assert answer.err.count("the state of the run cannot be read") == 1
+    assert answer.err.count("the state of the run can be read again") == 1
 
 
 def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
