@@ -1,7 +1,7 @@
 """Liveness: how a process detects whether another one makes progress.
 
 A process that is stopped, swapped out or stuck in the kernel does not exit, so waiting for its exit
-does not help. There are two signals:
+does not help. There are three signals:
 
 - Heartbeats of a child. A task regularly writes a byte into a pipe, and its parent waits for the
   bytes. Bytes that arrive while the parent itself is stopped stay in the pipe, so the task does not
@@ -9,6 +9,8 @@ does not help. There are two signals:
 - A peer's answer on its port. TensorFlow waits for a stopped task as long as the connection exists,
   and the kernel keeps it open. A live gRPC server sends its settings to each client that connects
   (RFC 9113, section 3.4). A stopped process accepts connections but sends nothing.
+- The kernel's keepalive of TCP. A machine that loses power does not close its connections, and gRPC
+  would notice it only after five minutes. The kernel of a stopped process still answers.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.background import Loop
@@ -151,3 +155,45 @@ def find_tasks_soon() -> None:
     names = {each.partition("=")[0].strip() for each in given}
     added = [f"{name}={value}" for name, value in CHANNEL_OPTIONS.items() if name not in names]
     os.environ[CHANNELS] = ",".join([*given, *added])
+
+
+# TCP keepalive, in seconds and probes. A connection closes after 30 + 9 * 10 s without an answer,
+# which is as long as sent data may stay unacknowledged ("grpc.keepalive_timeout_ms").
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 9}
+# Interval at which new connections are found, in seconds.
+_KEEPALIVE_EVERY = 10.0
+_DESCRIPTORS = Path("/proc/self/fd")
+_INTERNET = (socket.AF_INET, socket.AF_INET6)
+
+
+def detect_lost_machines(cluster: Cluster) -> None:
+    """Make connections from this process to the tasks of `cluster` close if a machine is lost.
+
+    The kernel probes idle connections, which gRPC cannot do more often than every 300 s. gRPC does
+    not offer this socket option, so a thread sets it on the open connections. Does nothing on a
+    system without `/proc`.
+    """
+    addresses = (address for hosts in cluster.addresses.values() for address in hosts)
+    ports = {int(address.rpartition(":")[2]) for address in addresses}
+    if _DESCRIPTORS.exists():
+        work = partial(enable_keepalive, ports)
+        Loop(work, _KEEPALIVE_EVERY, name="keepalive", failing="no TCP keepalive").start()
+
+
+def enable_keepalive(ports: Collection[int]) -> None:
+    """Enable TCP keepalive on this process's connections to `ports` of any host."""
+    for entry in os.listdir(_DESCRIPTORS):
+        # The descriptor was closed in the meantime, or is not connected.
+        with suppress(OSError):
+            if os.readlink(_DESCRIPTORS / entry).startswith("socket:"):
+                _enable_keepalive(int(entry), ports)
+
+
+def _enable_keepalive(descriptor: int, ports: Collection[int]) -> None:
+    # A duplicate stays the same connection if gRPC closes its descriptor now.
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family not in _INTERNET or connection.getpeername()[1] not in ports:
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

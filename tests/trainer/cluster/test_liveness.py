@@ -15,7 +15,9 @@ from flotilla.trainer.cluster import liveness
 from flotilla.trainer.cluster.liveness import (
     CHANNEL_OPTIONS,
     CHANNELS,
+    KEEPALIVE,
     Peers,
+    enable_keepalive,
     find_tasks_soon,
     probe_peers,
 )
@@ -201,3 +203,32 @@ def test_without_the_variable_it_is_set(monkeypatch):
     monkeypatch.delenv(CHANNELS, raising=False)
     find_tasks_soon()
     assert os.environ[CHANNELS] == OURS
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's options differ by system")
+def test_the_kernel_probes_connections_to_the_ports_of_tasks_and_no_others(stack):
+    connections = []
+    for _ in range(2):
+        server, address = listening(stack)
+        port = int(address.rpartition(":")[2])
+        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        connections.append((port, client))
+        accepted, _ = server.accept()
+        stack.enter_context(accepted)
+    stack.enter_context(socket.socket(socket.AF_UNIX))
+    (port, ours), (_, other) = connections
+    enable_keepalive({port})
+    probed = {
+        name: ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE
+    }
+    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert probed == KEEPALIVE
+    assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+    # The connection still works after its duplicate is closed.
+    ours.sendall(b".")
+
+
+def test_probes_end_when_grpc_would_close_a_connection_with_unacknowledged_data():
+    idle, interval, count = KEEPALIVE.values()
+    assert 1000 * (idle + interval * count) == CHANNEL_OPTIONS["grpc.keepalive_timeout_ms"]
