@@ -16,7 +16,7 @@ from kfp import dsl, kubernetes
 from flotilla.components.image import SECRET_KEYS
 from flotilla.components.kubernetes import names
 from flotilla.components.table import PREPARE, StepSpec
-from flotilla.trainer.config import kubernetes as pod_fields
+from flotilla.trainer.config import cluster as pod_fields
 from flotilla.trainer.config.load import parse_value
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage.uri import KFP_SECRET, find_scheme

@@ -26,7 +26,7 @@ from flotilla.components.kubernetes.client import (
 )
 from flotilla.components.kubernetes.engine import Engine, is_stop_requested
 from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, SERVICES, JobKind, Tree
-from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.config.cluster import DeadlinesConfig
 from flotilla.trainer.runtime.errors import UserError
 
 log = logging.getLogger(__name__)

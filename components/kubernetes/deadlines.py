@@ -23,7 +23,7 @@ from flotilla.components.kubernetes.engine import Engine
 from flotilla.components.kubernetes.names import EVENTS, JobKind, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
-from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.config.cluster import DeadlinesConfig
 
 log = logging.getLogger(__name__)
 REPORTED = 3

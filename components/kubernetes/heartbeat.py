@@ -22,7 +22,7 @@ from flotilla.components.kubernetes.client import (
     describe_refusal,
 )
 from flotilla.components.kubernetes.names import LEASES, JobKind, Tree
-from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.config.cluster import DeadlinesConfig
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import UserError
 

@@ -63,7 +63,7 @@ from flotilla.components.kubernetes.restarts import Restarts
 from flotilla.components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
 from flotilla.trainer import events
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.kubernetes import KubernetesConfig
+from flotilla.trainer.config.cluster import KubernetesConfig
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.runtime import streams
 from flotilla.trainer.runtime.errors import ConfigError, RunInterruptedError, UserError

@@ -22,7 +22,7 @@ from flotilla.components.kubernetes.pods.template import (
     replicas,
 )
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.kubernetes import JobConfig
+from flotilla.trainer.config.cluster import JobConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import RETRYABLE

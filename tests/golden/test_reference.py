@@ -12,8 +12,8 @@ from docs.build.reference import command_line, components, configuration, flat, 
 from flotilla.pipelines.cli.app import app
 from flotilla.pipelines.compile import compile_pipeline
 from flotilla.pipelines.training import COMPONENTS
+from flotilla.trainer.config.cluster import PodConfig
 from flotilla.trainer.config.form import FIELDS
-from flotilla.trainer.config.kubernetes import PodConfig
 from flotilla.trainer.config.schema import Config
 from tests.conftest import ROOT
 

@@ -17,8 +17,8 @@ from flotilla.pipelines.compile import compile_pipeline, load_package
 from flotilla.pipelines.step_settings import NO_SETTINGS, RUN_SECONDS, StepPods, step_pods
 from flotilla.pipelines.training import PIPELINES
 from flotilla.trainer.cluster.launcher import Job
+from flotilla.trainer.config.cluster import JobConfig
 from flotilla.trainer.config.form import to_local_form
-from flotilla.trainer.config.kubernetes import JobConfig
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.stores.fixtures import bucket_name

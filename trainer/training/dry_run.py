@@ -25,7 +25,7 @@ from keras.src.backend import Variable
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import index, warm_start
-from flotilla.trainer.config.kubernetes import amount
+from flotilla.trainer.config.cluster import amount
 from flotilla.trainer.config.model import OF_MODEL
 from flotilla.trainer.config.schema import Config, OutputConfig, TrainingConfig
 from flotilla.trainer.config.thresholds import present_name, split_rule

@@ -19,7 +19,7 @@ from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.names import Tree
 from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.config.kubernetes import WORKING_FOLDER, PodConfig
+from flotilla.trainer.config.cluster import WORKING_FOLDER, PodConfig
 from flotilla.trainer.config.program import EVALUATE, ProgramConfig, fill, task_values
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import ROLES

@@ -16,7 +16,7 @@ from flotilla.trainer.cluster import termination
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from flotilla.trainer.cluster.process import gpu_count
-from flotilla.trainer.config.kubernetes import (
+from flotilla.trainer.config.cluster import (
     SCRATCH,
     SHARED_MEMORY,
     TEMPORARY,

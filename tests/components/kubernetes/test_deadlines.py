@@ -11,7 +11,7 @@ from flotilla.components.kubernetes.launcher import launch
 from flotilla.components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
 from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
-from flotilla.trainer.config.kubernetes import DeadlinesConfig
+from flotilla.trainer.config.cluster import DeadlinesConfig
 from flotilla.trainer.events import WorkProgress, progress
 from flotilla.trainer.runtime.errors import UserError
 from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, watching_attempt

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from flotilla.trainer.config import kubernetes as pod_fields
+from flotilla.trainer.config import cluster as pod_fields
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import ConfigError
 
