@@ -13,7 +13,7 @@ from flotilla.pipelines.runs.local import DEFAULT_CONFIG, GivenConfig, configura
 from flotilla.trainer.config.load import override
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.space import (
+from flotilla.trainer.sweeps.study import (
     MOST_TRIALS,
     Space,
     automatic,

@@ -9,7 +9,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.model import MODELS
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.sweeps.space import (
+from flotilla.trainer.sweeps.study import (
     automatic,
     corners,
     draw_trials,
