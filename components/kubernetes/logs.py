@@ -21,7 +21,7 @@ from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.trainer import events
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.events.event_lines import LogLines, convert_to_work
+from flotilla.trainer.events.progress import LogLines, convert_to_work
 
 log = logging.getLogger(__name__)
 # Number of log lines in the report of a failed task.

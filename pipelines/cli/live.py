@@ -35,14 +35,16 @@ from flotilla.trainer.events import (
     Validation,
     WorkProgress,
 )
-from flotilla.trainer.events.event_lines import (
+from flotilla.trainer.events.progress import (
+    LOG_SECONDS,
     LogLines,
     TimeLeft,
     convert_to_work,
+    duration,
     format_epoch,
     format_event,
+    format_parts,
 )
-from flotilla.trainer.events.progress import LOG_SECONDS, duration, format_parts
 from flotilla.trainer.events.progress import format_line as line_of_work
 from flotilla.trainer.report.wording import key_metrics, round_value, spell_metric
 

@@ -27,7 +27,7 @@ from flotilla.pipelines.runs.log_view import (
 from flotilla.pipelines.runs.outcome import RunResult, judge_ended
 from flotilla.trainer import events
 from flotilla.trainer.cluster.process import LOG as TASK_LOG
-from flotilla.trainer.events.event_lines import format_event
+from flotilla.trainer.events.progress import format_event
 from flotilla.trainer.events.run_state import RunState, reduce_events
 from flotilla.trainer.runtime.errors import DONE, FAILED, UserError
 from flotilla.trainer.runtime.json_records import parse_number

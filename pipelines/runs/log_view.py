@@ -15,14 +15,14 @@ from typing import Any
 from flotilla.components.table import TRAIN
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, StepBegin, StepEnd
-from flotilla.trainer.events.event_lines import (
+from flotilla.trainer.events.progress import (
     LINE_SECONDS,
     LogLines,
     drop_time_left,
+    duration,
     format_metrics,
     format_reached,
 )
-from flotilla.trainer.events.progress import duration
 from flotilla.trainer.report.wording import key_metrics, round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import COLOURS, mask, one_line, printable

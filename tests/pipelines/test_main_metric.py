@@ -17,7 +17,7 @@ from flotilla.trainer.checkpoints.decisions import select_checkpoint
 from flotilla.trainer.config.main_metric import main_first
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Validation, read
-from flotilla.trainer.events.event_lines import LogLines
+from flotilla.trainer.events.progress import LogLines
 from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.report import views

@@ -21,7 +21,7 @@ from flotilla.trainer.cluster.process import LOG, TaskProcess, require_gpus
 from flotilla.trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
-from flotilla.trainer.events.event_lines import LogLines
+from flotilla.trainer.events.progress import LogLines
 from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 

@@ -18,7 +18,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Task, check_port
 from flotilla.trainer.events import CheckpointPublished, UserCodeFailed
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from tests.trainer.events.test_event_lines import progress
+from tests.trainer.events.test_progress_lines import progress
 
 
 def write(workdir, task, text):

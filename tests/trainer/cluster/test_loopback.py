@@ -10,7 +10,7 @@ import pytest
 from flotilla.trainer import events
 from flotilla.trainer.cluster import local, loopback
 from flotilla.trainer.config.topology import Cluster
-from flotilla.trainer.events.event_lines import format_event
+from flotilla.trainer.events.progress import format_event
 from flotilla.trainer.runtime.errors import UserError
 from tests.cluster.strangers import other_addresses, reached
 

@@ -11,7 +11,7 @@ from flotilla.trainer.events import (
     UploadFailed,
     Validation,
 )
-from flotilla.trainer.events.event_lines import LogLines, TimeLeft, format_event
+from flotilla.trainer.events.progress import LogLines, TimeLeft, format_event
 
 
 def progress(step, time, **fields):
