@@ -22,7 +22,7 @@ from benchmarks.comparisons import Comparison, alternating
 from flotilla.trainer import events, storage
 from flotilla.trainer.events import Event, Progress, Saved
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage import retry
+from flotilla.trainer.storage import store
 
 FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
@@ -45,13 +45,13 @@ def many_files() -> Comparison:
         count = iter(range(1000))
 
         def published(threads: int) -> float:
-            with mock.patch.object(retry, "THREADS", threads):
+            with mock.patch.object(store, "THREADS", threads):
                 began = time.monotonic()
                 storage.publish(folder, storage.join(root, f"{next(count)}"), kind="bench")
                 return time.monotonic() - began
 
         storage.is_published(root)
-        seconds = alternating(ROUNDS, lambda: published(1), lambda: published(retry.THREADS))
+        seconds = alternating(ROUNDS, lambda: published(1), lambda: published(store.THREADS))
     return Comparison(
         name="300 files published in parallel, 30 ms per request: speed, compared with one by one",
         rounds=tuple(alone / together for alone, together in seconds),

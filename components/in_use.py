@@ -18,7 +18,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.code.bundle import Bundle, publish
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.json_records import parse_mapping
-from flotilla.trainer.storage.retry import is_recent, wait_until
+from flotilla.trainer.storage.store import is_recent, wait_until
 
 FOLDER = "in_use"
 _USED, _REMOVING = "used.json", "removing"

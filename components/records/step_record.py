@@ -34,7 +34,7 @@ from flotilla.trainer.runtime.errors import FAILED
 from flotilla.trainer.runtime.json_records import read_record
 from flotilla.trainer.runtime.masking import mask
 from flotilla.trainer.runtime.streams import say
-from flotilla.trainer.storage.retry import run_parallel, shorter_retry
+from flotilla.trainer.storage.store import run_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 # The events from which the records and the outcome of a run are derived.

@@ -48,7 +48,7 @@ from flotilla.trainer.storage.errors import report_errors
 from flotilla.trainer.storage.local import is_gone
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.publishing import choose_store
-from flotilla.trainer.storage.retry import run_parallel
+from flotilla.trainer.storage.store import run_parallel
 from flotilla.trainer.storage.uri import split_names
 from flotilla.trainer.sweeps.study import FILE as SWEEP_STATE
 from flotilla.trainer.sweeps.study import read as read_sweep

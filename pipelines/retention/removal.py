@@ -37,7 +37,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import remove_expired
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage.retry import run_parallel
+from flotilla.trainer.storage.store import run_parallel
 
 # Remove these files of a run last, because they identify the run and determine its age.
 _LAST = ("config.json", "events.jsonl", "lock")

@@ -42,7 +42,7 @@ from flotilla.pipelines.runs.kfp_run import (
 from flotilla.pipelines.runs.outcome import RunResult, join_reasons
 from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE, UserError
 from flotilla.trainer.runtime.json_records import read_record
-from flotilla.trainer.storage.retry import shorter_retry
+from flotilla.trainer.storage.store import shorter_retry
 
 DATA, TRAINER = find_maker("validation"), find_maker("checkpoint")
 GATE, REGISTRY = find_maker("decision"), find_maker("registration")

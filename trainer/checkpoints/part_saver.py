@@ -62,7 +62,7 @@ from flotilla.trainer.checkpoints.uploads import UploadQueue
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors
-from flotilla.trainer.storage.retry import retry_until_deadline
+from flotilla.trainer.storage.store import retry_until_deadline
 from flotilla.trainer.strategies.placement import fetch_value, run_on_device, server_device
 
 # First and longest pause between two polls for a reply, and interval of probes, in seconds.

@@ -24,7 +24,7 @@ from flotilla.trainer.checkpoints.index import PREFIX, find_path, is_variable
 from flotilla.trainer.embeddings.embedding_table import may_lack
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import PASSING
-from flotilla.trainer.storage.retry import retry_until_deadline
+from flotilla.trainer.storage.store import retry_until_deadline
 
 GRAPH = "_CHECKPOINTABLE_OBJECT_GRAPH"
 # Errors for a full disk, a folder without permission, and a file above a size limit.

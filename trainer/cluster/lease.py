@@ -32,7 +32,7 @@ from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedErro
 from flotilla.trainer.runtime.json_records import make_time, parse_number, read_record
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.storage.local import is_gone, is_living, writer
-from flotilla.trainer.storage.retry import shorter_retry
+from flotilla.trainer.storage.store import shorter_retry
 
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0

@@ -44,7 +44,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.runtime.json_records import parse_mapping, parse_number, parse_record
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.manifest import MANIFEST
-from flotilla.trainer.storage.retry import is_recent, run_parallel
+from flotilla.trainer.storage.store import is_recent, run_parallel
 from flotilla.trainer.tracking import mlflow_model
 
 MODEL = "model"

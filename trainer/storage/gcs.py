@@ -20,10 +20,10 @@ from requests.adapters import HTTPAdapter
 
 from flotilla.trainer.storage import store
 from flotilla.trainer.storage.manifest import Checksum
-from flotilla.trainer.storage.retry import THREADS
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
+    THREADS,
     TIMEOUTS,
     WRITER,
     ChangedError,

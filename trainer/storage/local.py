@@ -26,8 +26,13 @@ from pathlib import Path
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_number
 from flotilla.trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum
-from flotilla.trainer.storage.retry import wait_until
-from flotilla.trainer.storage.store import Count, ListedFile, TooLargeError, count_nothing
+from flotilla.trainer.storage.store import (
+    Count,
+    ListedFile,
+    TooLargeError,
+    count_nothing,
+    wait_until,
+)
 from flotilla.trainer.storage.uri import local_path, uri_of
 
 # Maximum time to wait for a lock, and the interval between two attempts, in seconds.

@@ -32,18 +32,20 @@ from flotilla.trainer.storage.manifest import (
     checksum,
     compute_checksum,
 )
-from flotilla.trainer.storage.retry import Retry, describe, run_parallel
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     UPLOAD_MARK,
     ChangedError,
     Count,
     ListedFile,
+    Retry,
     Retrying,
     Sink,
     Stored,
     Trouble,
     count_nothing,
+    describe,
+    run_parallel,
 )
 from flotilla.trainer.storage.uri import join, locate
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.errors import StoreError, StoreUnavailable
 from flotilla.trainer.storage.publishing import choose_store
-from flotilla.trainer.storage.retry import describe, shorter_retry
+from flotilla.trainer.storage.store import describe, shorter_retry
 from flotilla.trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"

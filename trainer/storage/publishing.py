@@ -34,8 +34,7 @@ from flotilla.trainer.storage.manifest import (
     compute_checksum,
 )
 from flotilla.trainer.storage.object_store import ObjectStore
-from flotilla.trainer.storage.retry import run_parallel
-from flotilla.trainer.storage.store import Count, Retrying, count_nothing
+from flotilla.trainer.storage.store import Count, Retrying, count_nothing, run_parallel
 from flotilla.trainer.storage.uri import (
     SCHEMES,
     Location,

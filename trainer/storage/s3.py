@@ -22,10 +22,10 @@ from botocore.response import StreamingBody
 
 from flotilla.trainer.storage import store
 from flotilla.trainer.storage.manifest import Checksum
-from flotilla.trainer.storage.retry import THREADS
 from flotilla.trainer.storage.store import (
     PART_BYTES,
     SUCCESS,
+    THREADS,
     TIMEOUTS,
     UPLOAD_MARK,
     WRITER,

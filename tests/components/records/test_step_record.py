@@ -28,7 +28,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.events import StepResult
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage import retry
+from flotilla.trainer.storage import store
 from tests.components.called_steps import ended
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
@@ -253,7 +253,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
 
 def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
     monkeypatch.setattr("flotilla.components.records.step_record._RETRY_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(store, "FIRST_PAUSE", 0.01)
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))
     fail(storage.join(place.root, RUN), UserError("worker-0 died"))

@@ -16,7 +16,7 @@ from flotilla.trainer.checkpoints.checkpoints import restore
 from flotilla.trainer.checkpoints.index import contents
 from flotilla.trainer.cluster.lease import LeaseLostError, NoLease
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage import retry
+from flotilla.trainer.storage import store
 from tests.stores.faults import Fault
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
@@ -171,8 +171,8 @@ def test_a_folder_that_does_not_answer_for_a_while_is_written_again(
     tmp_path, two_servers, monkeypatch
 ):
     tried, save = failing(errno.ESTALE, tf.errors.UnknownError, times=3)
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retry, "MAX_PAUSE", 0.02)
+    monkeypatch.setattr(store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(store, "MAX_PAUSE", 0.02)
     monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
     made = saved(tmp_path, two_servers, variables(10, 2.0))
     assert len(tried) == 3

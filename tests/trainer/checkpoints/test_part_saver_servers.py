@@ -14,7 +14,7 @@ from flotilla.trainer.checkpoints.checkpoints import restore
 from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.part_server import PartServer, Reply, Request
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
-from flotilla.trainer.storage import retry
+from flotilla.trainer.storage import store
 from flotilla.trainer.storage.errors import PASSING
 from tests.trainer.checkpoints.by_parts import (
     ON_FIRST,
@@ -29,13 +29,13 @@ __all__ = ["two_servers"]
 
 @pytest.fixture
 def short_pauses(monkeypatch):
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retry, "MAX_PAUSE", 0.02)
+    monkeypatch.setattr(store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(store, "MAX_PAUSE", 0.02)
 
 
 @pytest.fixture
 def short_deadline(monkeypatch):
-    monkeypatch.setenv(retry.VARIABLE, "0.1")
+    monkeypatch.setenv(store.VARIABLE, "0.1")
 
 
 def test_only_servers_in_folders_of_their_own_are_ready(two_servers):

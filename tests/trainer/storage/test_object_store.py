@@ -12,7 +12,7 @@ from botocore import exceptions as boto
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.storage import gcs, retry, s3
+from flotilla.trainer.storage import gcs, s3, store
 from flotilla.trainer.storage.store import PART_BYTES, Trouble
 from flotilla.trainer.storage.uri import Endpoint
 from tests.stores.faults import Fault
@@ -31,8 +31,8 @@ LARGE = {**FILES, "large": bytes(range(256)) * 4096}
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(retry, "MAX_PAUSE", 0.05)
+    monkeypatch.setattr(store, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(store, "MAX_PAUSE", 0.05)
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ class _Mender(logging.Handler):
 @contextmanager
 def outage(wire, fault):
     mender = _Mender(wire)
-    logger = logging.getLogger(retry.__name__)
+    logger = logging.getLogger(store.__name__)
     logger.addHandler(mender)
     wire.becomes(fault)
     try:
@@ -114,7 +114,7 @@ def test_tls_that_is_cut_is_an_outage_and_no_tls_is_none(kind, reason, trouble):
     of_s3 = boto.SSLError(endpoint_url="https://store", error=cause)
     of_gcs = requests.exceptions.SSLError(cause)
     of_s3.__cause__ = of_gcs.__cause__ = cause
-    retrying = retry.Retry().call
+    retrying = store.Retry().call
     assert s3.S3Bucket("bucket", Endpoint(), retrying).judge(of_s3) is trouble
     assert gcs.GcsBucket("bucket", retrying).judge(of_gcs) is trouble
     for remedies in (s3.S3Bucket.remedies, gcs.GcsBucket.remedies):

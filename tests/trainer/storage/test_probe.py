@@ -6,7 +6,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.storage import retry
+from flotilla.trainer.storage import store
 from flotilla.trainer.storage.probe import Probe, Unfit
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
@@ -170,7 +170,7 @@ def test_what_arrives_after_it_was_removed_is_not_forgotten(bucket):
 
 
 def test_retries_come_back():
-    before = retry.Retry()._seconds
-    with retry.shorter_retry(1.0):
-        assert retry.Retry()._seconds == 1.0
-    assert retry.Retry()._seconds == before == retry.DEADLINE
+    before = store.Retry()._seconds
+    with store.shorter_retry(1.0):
+        assert store.Retry()._seconds == 1.0
+    assert store.Retry()._seconds == before == store.DEADLINE

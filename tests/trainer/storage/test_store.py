@@ -11,7 +11,7 @@ from botocore import exceptions as boto
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.storage import gcs, object_store, retry, s3
+from flotilla.trainer.storage import gcs, object_store, s3, store
 from flotilla.trainer.storage.errors import StoreUnavailable, report_errors
 from flotilla.trainer.storage.store import ChangedError, DamagedInTransitError, list_pages
 from flotilla.trainer.storage.uri import Endpoint, find_endpoint, locate
@@ -216,9 +216,9 @@ def transient(error):
 
 
 def test_a_request_that_goes_on_for_ever_ends_with_the_deadline(monkeypatch):
-    monkeypatch.setenv(retry.VARIABLE, "0.1")
-    monkeypatch.setattr(retry, "LEAST_SECONDS", 0.05)
-    free, asked = threading.Event(), retry.Retry()
+    monkeypatch.setenv(store.VARIABLE, "0.1")
+    monkeypatch.setattr(store, "LEAST_SECONDS", 0.05)
+    free, asked = threading.Event(), store.Retry()
     with pytest.raises(StoreUnavailable, match=r"for 0\.1 s \(no complete response arrived\)"):
         asked.call("s3://b", lambda: asked.within_deadline(free.wait), transient)
     free.set()
@@ -229,17 +229,17 @@ def test_an_error_of_the_request_is_raised_as_it_is():
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        retry.Retry().within_deadline(refuse)
+        store.Retry().within_deadline(refuse)
 
 
 def test_a_byte_now_and_then_is_no_progress(clock):
-    asked = retry.Retry()
+    asked = store.Retry()
     for _ in range(10):
         clock.passed += 60
         asked.progress(100)
-    assert asked._seconds_left() == pytest.approx(retry.DEADLINE - 600)
-    asked.progress(retry.PROGRESS_BYTES)
-    assert asked._seconds_left() == pytest.approx(retry.DEADLINE)
+    assert asked._seconds_left() == pytest.approx(store.DEADLINE - 600)
+    asked.progress(store.PROGRESS_BYTES)
+    assert asked._seconds_left() == pytest.approx(store.DEADLINE)
 
 
 @pytest.mark.parametrize("tokens", [["a", "a"], ["a", "b", "a"]])
