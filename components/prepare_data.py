@@ -35,7 +35,7 @@ from flotilla.trainer.promotion.registry import champion_checkpoint, champion_po
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.runtime.masking import printable
-from flotilla.trainer.storage import patterns
+from flotilla.trainer.storage.uri import is_local
 
 # Keys of two pinned values: the digest of the listing, and the source that was listed.
 _FILES, _LISTED = "listing of data.source", "what was listed"
@@ -164,7 +164,7 @@ def _check_remote(root: str, source: str) -> None:
             f"storage.root: {root} is a folder in this pod, which no other step can read: set it "
             "to gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
         )
-    if source and patterns.is_local(source):
+    if source and is_local(source):
         raise ConfigError(
             f"data.source: {source} is a path, but this pod does not have your files: "
             "upload them to gs://, s3:// or minio://BUCKET/FOLDER"

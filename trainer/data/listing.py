@@ -32,10 +32,9 @@ from flotilla.trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
 from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse
-from flotilla.trainer.storage import patterns
 from flotilla.trainer.storage.errors import report_errors
-from flotilla.trainer.storage.patterns import Pattern
 from flotilla.trainer.storage.publishing import choose_store
+from flotilla.trainer.storage.uri import DATE, SPAN, Pattern, parse_pattern, split_pattern
 
 SCHEMA = 1
 KIND = "listing"
@@ -138,10 +137,10 @@ def span_order(span: str) -> tuple[int, str]:
 def list_source(config: DataConfig) -> Listing:
     """Return all files of `data.source`, regardless of `data.spans`. Raises `UserError`."""
     wanted = {
-        split: patterns.below(config.source, str(getattr(config.splits, split)), split)
+        split: split_pattern(config.source, str(getattr(config.splits, split)), split)
         for split in SPLITS
         if config.splits.is_named(split)
-    } or {"": patterns.parse("data.source", config.source)}
+    } or {"": parse_pattern("data.source", config.source)}
     files: list[SourceFile] = []
     hidden: Counter[str] = Counter()
     for split, pattern in wanted.items():
@@ -161,8 +160,8 @@ def select_spans(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listi
     there = list(listing.spans)
     if not there and spans != NEWEST:
         raise UserError(
-            f"data.spans: {spans}, but no file of data.source has a span; write {patterns.SPAN} or "
-            f"{patterns.DATE} into data.source, or leave data.spans out"
+            f"data.spans: {spans}, but no file of data.source has a span; write {SPAN} or "
+            f"{DATE} into data.source, or leave data.spans out"
         )
     if not there or spans == ALL or (spans == SINCE_CHAMPION and not seen):
         return listing

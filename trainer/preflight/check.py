@@ -22,7 +22,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError
-from flotilla.trainer.storage import patterns
+from flotilla.trainer.storage.uri import is_local
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +94,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
     except UserError as error:
         # Only add a note if the store denied access or did not answer: other machines may reach it.
         is_closed = error.__cause__ and not isinstance(error.__cause__, FileNotFoundError)
-        elsewhere = is_remote and is_closed and not patterns.is_local(data.source)
+        elsewhere = is_remote and is_closed and not is_local(data.source)
         if elsewhere or isinstance(error, TransientError):
             return (f"data.source was not checked: {error}",)
         raise ConfigError(str(error)) from error
@@ -103,7 +103,7 @@ def require_source(data: DataConfig, *, is_remote: bool = False) -> tuple[str, .
 
 def remark_on_path(data: DataConfig) -> str:
     """Return a message if the source is a local path that remote steps cannot read, or else ""."""
-    if not data.source or data.version or not patterns.is_local(data.source):
+    if not data.source or data.version or not is_local(data.source):
         return ""
     return (
         f"data.source: the steps of the pipeline cannot read {data.source}, because it is on this "

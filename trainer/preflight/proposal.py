@@ -24,7 +24,7 @@ from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.models import choice
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
 from flotilla.trainer.runtime.masking import printable
-from flotilla.trainer.storage import patterns
+from flotilla.trainer.storage.uri import is_local
 
 if TYPE_CHECKING:
     from flotilla.trainer.preflight.head import Rows
@@ -70,7 +70,7 @@ class Proposal:
         """Return the configuration as YAML, with paths relative to `folder`."""
         tree = {**self.tree, "data": {**self.tree["data"]}}
         source = tree["data"]["source"]
-        if patterns.is_local(source) and source[:1] not in ("/", "~") and "://" not in source:
+        if is_local(source) and source[:1] not in ("/", "~") and "://" not in source:
             tree["data"]["source"] = os.path.relpath(source, folder)
         return "\n".join([*_lines(tree, self.why, ""), ""])
 
@@ -119,7 +119,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
     except ConfigError:
         raise
     except UserError as error:
-        is_far = not patterns.is_local(config.data.source)
+        is_far = not is_local(config.data.source)
         missing = isinstance(error.__cause__, FileNotFoundError)
         if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
             return _make_proposal(config, given, None, f"data.source was not examined: {error}")

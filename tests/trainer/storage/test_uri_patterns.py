@@ -2,12 +2,11 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.storage import patterns
-from flotilla.trainer.storage.uri import local_path
+from flotilla.trainer.storage.uri import local_path, parse_pattern, split_pattern
 
 
 def matched(text, path, root="gs://bucket"):
-    found = patterns.parse("data.source", f"{root}/{text}").match(path)
+    found = parse_pattern("data.source", f"{root}/{text}").match(path)
     return found.span if found else None
 
 
@@ -39,7 +38,7 @@ def test_a_pattern_matches_as_a_shell_does(pattern, path, span):
 
 
 def test_the_root_ends_before_the_first_special_character():
-    found = patterns.parse(
+    found = parse_pattern(
         "data.source", "minio://bucket/k/a-*/x.csv?endpoint=store:9000&region=here"
     )
     assert found.root == "minio://bucket/k?endpoint=store:9000&region=here"
@@ -47,7 +46,7 @@ def test_the_root_ends_before_the_first_special_character():
 
 
 def test_a_question_mark_is_a_wildcard_unless_an_option_follows():
-    found = patterns.parse("data.source", "s3://bucket/k/day-??.csv")
+    found = parse_pattern("data.source", "s3://bucket/k/day-??.csv")
     assert found.root == "s3://bucket/k"
     assert found.match("day-01.csv")
 
@@ -55,23 +54,23 @@ def test_a_question_mark_is_a_wildcard_unless_an_option_follows():
 def test_a_file_with_special_characters_is_found_by_its_name(tmp_path):
     path = tmp_path / "a[1]*.csv"
     path.write_text("x")
-    assert patterns.parse("data.source", str(path)).root == storage.uri_of(path)
+    assert parse_pattern("data.source", str(path)).root == storage.uri_of(path)
 
 
 def test_a_path_may_be_relative_or_begin_at_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     for text in ("in/*.csv", "~/in/*.csv", f"file://{tmp_path}/in/*.csv"):
-        assert patterns.parse("data.source", text).root == storage.uri_of(tmp_path / "in")
+        assert parse_pattern("data.source", text).root == storage.uri_of(tmp_path / "in")
 
 
 def test_the_files_of_a_split_are_below_the_source_or_elsewhere():
     source = "minio://bucket/k?endpoint=store:9000"
     assert (
-        patterns.below(source, "train/*", "train").root
+        split_pattern(source, "train/*", "train").root
         == "minio://bucket/k/train?endpoint=store:9000"
     )
-    assert patterns.below(source, "gs://other/x/*", "test").root == "gs://other/x"
+    assert split_pattern(source, "gs://other/x/*", "test").root == "gs://other/x"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_the_files_of_a_split_are_below_the_source_or_elsewhere():
 )
 def test_what_is_no_pattern_is_refused_in_one_line(text, words):
     with pytest.raises(ConfigError, match=r"^data\.source: ") as error:
-        patterns.parse("data.source", text)
+        parse_pattern("data.source", text)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -99,7 +98,7 @@ def test_a_folder_whose_name_has_signs_of_patterns_is_that_folder(tmp_path):
     folder = tmp_path / "sales [old] {2}"
     folder.mkdir()
     (folder / "a.csv").touch()
-    found = patterns.parse("data.source", str(folder / "*.csv"))
+    found = parse_pattern("data.source", str(folder / "*.csv"))
     assert local_path(found.root) == folder
     assert found.match("a.csv")
     assert not found.match("a.txt")
