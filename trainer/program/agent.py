@@ -43,12 +43,14 @@ from flotilla.trainer.cluster.process import OVER
 from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.topology import Cluster, Task, leader
 from flotilla.trainer.program import guard, layouts
-from flotilla.trainer.program.attempts import Attempts
-from flotilla.trainer.program.link import Link, Message
+from flotilla.trainer.program.link import Attempts, Link, Message
 from flotilla.trainer.program.metrics import Metrics, MetricsFile
-from flotilla.trainer.program.publication import Publisher, clear, fill, find_published
 from flotilla.trainer.program.task_folders import (
+    Publisher,
     TaskFolders,
+    clear,
+    fill,
+    find_published,
     guard_environment,
     make_start,
     stage_dataset,

@@ -12,7 +12,7 @@ from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.cluster.launcher import is_over
 from flotilla.trainer.cluster.local import free_port, launch
 from flotilla.trainer.program.agent import judge_end
-from flotilla.trainer.program.publication import find_published
+from flotilla.trainer.program.task_folders import find_published
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     ConfigError,

@@ -3,7 +3,7 @@
 import pytest
 
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.program.attempts import Attempts
+from flotilla.trainer.program.link import Attempts
 from flotilla.trainer.runtime.errors import ClusterLostError
 from tests.trainer.program.runs import COUNT, make_job
 

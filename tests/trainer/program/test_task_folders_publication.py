@@ -12,8 +12,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.program import layouts
 from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.program.metrics import Metrics
-from flotilla.trainer.program.publication import Publisher, fill, find_published
-from flotilla.trainer.program.task_folders import TaskFolders
+from flotilla.trainer.program.task_folders import Publisher, TaskFolders, fill, find_published
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.program.runs import COUNT, make_job, published_steps
 
