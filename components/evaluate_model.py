@@ -13,7 +13,7 @@ from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import choose_output, scratch_folder
 from flotilla.components.table import TRAINED
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import load_bundle
+from flotilla.trainer.code import load_bundle
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import gate

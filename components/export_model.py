@@ -12,7 +12,7 @@ from flotilla.components.image import component
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import choose_output, is_local_run, scratch_folder
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import load_bundle
+from flotilla.trainer.code import load_bundle
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.data import listing
 from flotilla.trainer.promotion import gate, lineage, registration, registry

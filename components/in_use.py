@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import Bundle, publish
+from flotilla.trainer.code import Bundle, publish
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.store import is_recent, wait_until

@@ -19,10 +19,10 @@ from flotilla.components.records import run_store, step_record
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import choose_output
 from flotilla.components.table import READY, REFUSED, UNCHANGED, find_maker
+from flotilla.trainer import code as bundle
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import fitting
-from flotilla.trainer.code import bundle
-from flotilla.trainer.code.bundle import load_bundle
+from flotilla.trainer.code import load_bundle
 from flotilla.trainer.config.base import AUTO
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.config.form import from_form

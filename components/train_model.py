@@ -20,7 +20,7 @@ from flotilla.trainer.checkpoints.decisions import (
 from flotilla.trainer.checkpoints.index import require_first_weights
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.launcher import Job
-from flotilla.trainer.code.bundle import load_bundle
+from flotilla.trainer.code import load_bundle
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION_LOSS
 from flotilla.trainer.config.program import EVALUATE
 from flotilla.trainer.config.schema import Config

@@ -17,10 +17,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from flotilla.trainer import code as bundle
 from flotilla.trainer import events
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.cluster import process, termination
-from flotilla.trainer.code import bundle
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime import cores, signals, streams, tensorflow_import, user_code

@@ -22,7 +22,7 @@ from flotilla.trainer.runtime.streams import say
 if TYPE_CHECKING:
     from flotilla.pipelines.runs.local import LocalRun, RunOptions
     from flotilla.pipelines.runs.outcome import RunResult
-    from flotilla.trainer.code.bundle import Bundle
+    from flotilla.trainer.code import Bundle
     from flotilla.trainer.events import StepResult
 
 RUNS = Path("runs")

@@ -36,11 +36,11 @@ from flotilla.pipelines.retention.plan import (
     Model,
     Promotion,
 )
+from flotilla.trainer import code as bundle
 from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import FOLDER as LEASES
 from flotilla.trainer.cluster.lease import holders
-from flotilla.trainer.code import bundle
-from flotilla.trainer.code.bundle import FOLDER
+from flotilla.trainer.code import FOLDER
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.runtime.json_records import make_time, parse, parse_mapping, parse_number

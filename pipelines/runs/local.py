@@ -30,7 +30,7 @@ from flotilla.pipelines.settings import Sections, Settings, make_assignments
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import child_process
 from flotilla.trainer.cluster.process import require_gpus
-from flotilla.trainer.code.bundle import Bundle
+from flotilla.trainer.code import Bundle
 from flotilla.trainer.config.form import to_local_form
 from flotilla.trainer.config.load import load_config, override, parse_value
 from flotilla.trainer.config.schema import Config

@@ -55,7 +55,7 @@ from flotilla.pipelines.runs.submission import (
 from flotilla.pipelines.schedule_times import Timing, describe, make_timing
 from flotilla.pipelines.settings import Settings
 from flotilla.pipelines.step_settings import check_image
-from flotilla.trainer.code.bundle import forget_schedule, note_schedule
+from flotilla.trainer.code import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest

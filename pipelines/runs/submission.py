@@ -39,7 +39,7 @@ from flotilla.pipelines.runs.local import GivenConfig, configuration, run_name
 from flotilla.pipelines.settings import Sections, Settings, make_assignments
 from flotilla.pipelines.step_settings import check_image, check_target
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import Bundle
+from flotilla.trainer.code import Bundle
 from flotilla.trainer.config.form import to_form
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.preflight.check import check

@@ -13,11 +13,11 @@ import subprocess
 import threading
 from pathlib import Path
 
+from flotilla.trainer import code as bundle
 from flotilla.trainer.cluster import lease, liveness
 from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.cluster.local import HOST, free_port
 from flotilla.trainer.cluster.process import CONFIG
-from flotilla.trainer.code import bundle
 from flotilla.trainer.config import topology
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config

@@ -17,8 +17,8 @@ from flotilla.pipelines.retention.inventory import read
 from flotilla.pipelines.retention.plan import make_plan, policy
 from flotilla.pipelines.sweeps.plan import SweepOptions
 from flotilla.pipelines.sweeps.plan import plan_sweep as trials_of
+from flotilla.trainer import code as bundle
 from flotilla.trainer import storage
-from flotilla.trainer.code import bundle
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.sweeps.study import FILE, OLD_FILE, Study
 from tests.pipelines.retention.roots import (

@@ -185,7 +185,7 @@ def test_words_of_the_instance_are_printed_unchanged(instance, remote):
 # A script that begins like the process of a step on another machine.
 STEP = """
 import json, sys
-from flotilla.trainer.code.bundle import load_bundle
+from flotilla.trainer.code import load_bundle
 from flotilla.trainer.config.form import from_form
 from flotilla.trainer.runtime import user_code
 config = load_bundle(from_form(json.loads(sys.stdin.read())).model_dump_json())

@@ -4,7 +4,7 @@ import json
 from contextlib import suppress
 
 from flotilla.trainer import storage
-from flotilla.trainer.code.bundle import FOLDER, OF_RUN, OF_SCHEDULES
+from flotilla.trainer.code import FOLDER, OF_RUN, OF_SCHEDULES
 
 
 def referred(root: str) -> set[str]:

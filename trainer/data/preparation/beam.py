@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flotilla.trainer import code as bundle
 from flotilla.trainer import storage
-from flotilla.trainer.code import bundle
 from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.events.progress import Work

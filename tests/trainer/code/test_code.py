@@ -9,9 +9,9 @@ import threading
 
 import pytest
 
+from flotilla.trainer import code as bundle
 from flotilla.trainer import storage
-from flotilla.trainer.code import bundle
-from flotilla.trainer.code.bundle import Collected, Found
+from flotilla.trainer.code import Collected, Found
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -110,7 +110,7 @@ def test_another_uri_is_no_bundle(value):
 CHILD = """
 import os, sys
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.code import bundle
+from flotilla.trainer import code as bundle
 bundle.enter(sys.argv[1])
 module = user_code.import_module("blocks")
 print(module.A, user_code.folder(), os.getcwd())
@@ -159,7 +159,7 @@ def test_processes_at_once_import_it_and_what_is_pythons_own_stays(made, tmp_pat
 
 PROJECT = """
 import sys
-from flotilla.trainer.code import bundle
+from flotilla.trainer import code as bundle
 from flotilla.trainer.runtime import user_code
 bundle.enter(sys.argv[1])
 print(user_code.import_module("trainer.task").SIZE, "components" in user_code.folder())
