@@ -11,61 +11,51 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import ConfigError
 
 
-def test_a_quantity_of_kubernetes():
-    for text in (
-        "1", "0", "500m", "0.5", ".5", "5.", "1.5Gi", "100n", "250u", "16Gi", "1Ki", "2E", "2Ei",
-        "1e3", "1E3", "12e6", "1e-3", "129M", "128974848",
-    ):  # fmt: skip
-        assert pod_fields.quantity(text) == text
-
-
-def test_what_is_none():
-    for text in (
-        "", "abc", "1 Gi", "16GB", "16gi", "4g", "-1", "1,5", "1.5.2", ".", "Gi", "1e", "1m1",
-        "1Gi ", "٣", "one", "1000K",
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a Kubernetes"):
-            pod_fields.quantity(text)
-
-
-def test_memory_has_its_unit():
-    for text in ("1Mi", "4Gi", "1048576", "2e9", "4G"):
-        assert pod_fields.memory(text) == text
-    for text in ("4", "16", "400m", "512Ki", "0"):
-        with pytest.raises(ValueError, match="is less than 1Mi; write it with its unit"):
-            pod_fields.memory(text)
-
-
-def test_a_part_of_a_gpu():
-    assert pod_fields.count("8") == "8"
-    for text in ("", "-1", "1.5", "one", "1000m", "1 "):
-        with pytest.raises(ValueError, match="is not a number of GPUs"):
-            pod_fields.count(text)
+@pytest.mark.parametrize(
+    ("check", "good", "bad", "words"),
+    [
+        (pod_fields.quantity,
+         ("1", "0", "500m", "0.5", ".5", "5.", "1.5Gi", "100n", "250u", "16Gi", "1Ki", "2E", "2Ei",
+          "1e3", "1E3", "12e6", "1e-3", "129M", "128974848"),
+         ("", "abc", "1 Gi", "16GB", "16gi", "4g", "-1", "1,5", "1.5.2", ".", "Gi", "1e", "1m1",
+          "1Gi ", "٣", "one", "1000K"), "is not a Kubernetes quantity"),
+        (pod_fields.memory, ("1Mi", "4Gi", "1048576", "2e9", "4G"),
+         ("4", "16", "400m", "512Ki", "0"), "is less than 1Mi; write it with its unit"),
+        (pod_fields.count, ("8",), ("", "-1", "1.5", "one", "1000m", "1 "),
+         "is not a number of GPUs"),
+        (pod_fields.image,
+         ("a:5000/b/c:1.2", "python", "Registry.Example.com:5000/team/mine:Tag", "Box:5000/mine",
+          "[2001:DB8::1]:5000/a__b-c.d/e", f"a/b:1@sha256:{'0' * 64}"),
+         ("Our Image", "a/B:1", "Registry.example.com/Mine", "Team/mine", "a/b..c", "a//b"),
+         "is not the name of an image"),
+        (pod_fields.name, ("mlpipeline-minio-artifact", "a.b"), ("My_Secret", ""),
+         "is not a valid Kubernetes name"),
+    ],
+)  # fmt: skip
+def test_a_text_is_returned_or_refused(check, good, bad, words):
+    assert [check(text) for text in good] == list(good)
+    for text in bad:
+        with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} {words}"):
+            check(text)
 
 
 @pytest.mark.parametrize(
-    ("check", "good", "bad"),
+    ("check", "tree"),
     [
-        (pod_fields.image, "a:5000/b/c:1.2", "Our Image"),
-        (pod_fields.image, "python", "a/B:1"),
-        (pod_fields.image, "Registry.Example.com:5000/team/mine:Tag", "Registry.example.com/Mine"),
-        (pod_fields.image, "Box:5000/mine", "Team/mine"),
-        (pod_fields.image, "[2001:DB8::1]:5000/a__b-c.d/e", "a/b..c"),
-        (pod_fields.image, f"a/b:1@sha256:{'0' * 64}", "a//b"),
-        (pod_fields.name, "mlpipeline-minio-artifact", "My_Secret"),
-        (pod_fields.name, "a.b", ""),
+        (pod_fields.labels, {"pool": "gpu", "cloud.google.com/gke-spot": "true", "empty": ""}),
+        (pod_fields.labels, {}),
+        (pod_fields.toleration,
+         {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}),
+        (pod_fields.toleration, {"operator": "Exists"}),
+        (pod_fields.toleration, {"key": "pool", "value": "spot"}),
+        (pod_fields.toleration, {"key": "pool", "operator": "Equal", "value": ""}),
+        # KFP passes numbers as floats.
+        (pod_fields.toleration,
+         {"key": "k", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300.0}),
     ],
-)
-def test_a_name(check, good, bad):
-    assert check(good) == good
-    with pytest.raises(ValueError, match=f"^{re.escape(repr(bad))} is not "):
-        check(bad)
-
-
-def test_labels_of_a_node():
-    tree = {"pool": "gpu", "cloud.google.com/gke-spot": "true", "empty": ""}
-    assert pod_fields.labels(tree) == tree
-    assert pod_fields.labels({}) == {}
+)  # fmt: skip
+def test_labels_and_a_toleration_are_returned(check, tree):
+    assert check(tree) == tree
 
 
 @pytest.mark.parametrize(
@@ -83,21 +73,6 @@ def test_labels_of_a_node():
 def test_labels_that_no_node_can_have(tree, words):
     with pytest.raises(ValueError, match=re.escape(words)):
         pod_fields.labels(tree)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
-        {"operator": "Exists"},
-        {"key": "pool", "value": "spot"},
-        {"key": "pool", "operator": "Equal", "value": ""},
-        # KFP passes numbers as floats.
-        {"key": "k", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300.0},
-    ],
-)
-def test_a_toleration(tree):
-    assert pod_fields.toleration(tree) == tree
 
 
 @pytest.mark.parametrize(

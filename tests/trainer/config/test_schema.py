@@ -40,6 +40,7 @@ GOOD = [
     "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
     "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
     "cluster.parameter_servers=3", "cluster.existing_servers=true",
+    "training.profile=[]", "training.profile=[1, 2]", "training.profile=[1499, 1500]",
     "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
     "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
     "gate.min.loss=-2", "export.formats=[saved_model,tflite_int8]",
@@ -107,6 +108,10 @@ BAD = [
     ("training.mixed_precision=fp16", "input should be '', 'bfloat16' or 'float16'"),
     ("training.accumulate=0", "training.accumulate: 0 is not allowed"),
     ("training.ema=1", "training.ema: 1 is not allowed: input should be less than 1"),
+    *((f"training.profile={steps}", f"training.profile: {steps} is not a first step and a later")
+      for steps in ([100], [100, 100], [110, 100], [0, 5], [1, 2, 3])),
+    ("training.profile=[1490, 1501]", "training.profile: step 1501 is after the end of training; "
+     "use steps up to training.steps (1500)"),
     ("training.warm_start={from: 5}",
      "training.warm_start: the URI of the weights is missing; write {from: URI}"),
     ("training.warm_start=[champion]", "write a URI, champion, or {from, include, exclude}"),

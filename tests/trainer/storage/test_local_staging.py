@@ -2,6 +2,7 @@ import errno
 import fcntl
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -23,23 +24,16 @@ with staging(Path(sys.argv[1]), "held") as stage:
 """
 
 
-def test_it_is_hidden_and_gone_at_the_end(tmp_path):
-    with staging(tmp_path / "new", "näme") as stage:
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_it_is_hidden_and_gone_at_the_end_or_after_an_error(tmp_path, error):
+    with suppress(ZeroDivisionError), staging(tmp_path / "new", "näme") as stage:
         assert stage.parent == tmp_path / "new"
         assert stage.name.startswith(".näme.")
         assert is_staging(stage.name)
         (stage / "a").mkdir()
+        if error:
+            raise error
     assert list((tmp_path / "new").iterdir()) == []
-
-
-def test_it_is_gone_after_an_error_too(tmp_path):
-    def fail():
-        with staging(tmp_path, "a"):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_was_renamed_stays(tmp_path):
@@ -125,12 +119,16 @@ def test_a_lock_ends_with_its_holder_although_a_child_has_its_descriptor(tmp_pat
     os.close(descriptor)
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF, errno.ENOTSUP])
-def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
+def fail_to_lock(monkeypatch, number):
     def fail(*_):
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "flock", fail)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
+    fail_to_lock(monkeypatch, number)
     (tmp_path / ".dead.0123456789ab.part").mkdir()
     with staging(tmp_path, "a") as stage, locked(tmp_path):
         assert stage.exists()
@@ -138,10 +136,7 @@ def test_a_file_system_without_locks_will_do(tmp_path, monkeypatch, number):
 
 
 def test_another_error_of_a_lock_is_an_error(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    monkeypatch.setattr(fcntl, "flock", fail)
+    fail_to_lock(monkeypatch, errno.EIO)
     with pytest.raises(OSError, match="Input/output error"), locked(tmp_path):
         pass
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.storage import Corrupt, Manifest, UnknownSchema
@@ -50,26 +50,12 @@ def test_it_reads_what_it_wrote(manifest):
     assert again.to_json() == manifest.to_json()
 
 
-@settings(max_examples=30)
-@given(_manifest, _manifest)
-def test_same_content_means_the_same_json_but_for_the_time(one, two):
-    def timeless(manifest):
-        return json.loads(manifest.to_json()) | {"created": ""}
-
-    assert one.same_content(two) == (timeless(one) == timeless(two))
-
-
+@example(b"[" * 100_000)
+@example(b"null")
 @given(st.binary(max_size=200))
 def test_whatever_bytes_are_read_end_in_an_error_that_names_them(data):
     with pytest.raises(Corrupt, match=r"^here is damaged \(.*\): delete it and create it again$"):
         Manifest.from_json(data, where="here")
-
-
-@settings(max_examples=30)
-@given(_json)
-def test_whatever_json_is_read_ends_in_an_error(value):
-    with pytest.raises((Corrupt, UnknownSchema)):
-        Manifest.from_json(json.dumps(value))
 
 
 @settings(max_examples=30)
@@ -157,12 +143,7 @@ def test_another_schema_is_named(schema):
     with pytest.raises(
         UnknownSchema, match=rf"^u has schema {schema}, but this version reads only schema 1"
     ):
-        Manifest.from_json(tree(schema=schema), where="u")
-
-
-def test_another_schema_is_named_whatever_else_it_says():
-    with pytest.raises(UnknownSchema):
-        Manifest.from_json('{"schema": 2, "entries": []}')
+        Manifest.from_json(tree(schema=schema, files=None, entries=[]), where="u")
 
 
 @pytest.mark.parametrize(
@@ -176,11 +157,6 @@ def test_another_schema_is_named_whatever_else_it_says():
 def test_a_manifest_that_is_not_one(changes):
     with pytest.raises(Corrupt, match=r"MANIFEST\.json is damaged"):
         Manifest.from_json(tree(**changes))
-
-
-def test_a_deep_nest_is_damage_and_no_crash():
-    with pytest.raises(Corrupt):
-        Manifest.from_json("[" * 100_000)
 
 
 @pytest.mark.parametrize("name", RESERVED)

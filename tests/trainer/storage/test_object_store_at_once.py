@@ -9,7 +9,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.storage import publishing
 
 from .conftest import EVERY, left_over, start
-from .places import content, path_of
+from .places import content, fetched, fill, path_of
 
 PUBLISH_AT_A_LINE = """
 import sys
@@ -43,23 +43,26 @@ def publisher(sources, uri):
     return lambda number: storage.publish(sources[number], uri, kind="x")
 
 
+@pytest.mark.parametrize(
+    "place",
+    ["file", *(pytest.param(each, marks=pytest.mark.slow) for each in ("gs", "s3"))],
+    indirect=True,
+)
 @pytest.mark.parametrize("left", [False, True])
 @pytest.mark.parametrize("same", [False, True])
-def test_of_many_that_publish_at_once_one_wins(make, root, left, same):
+def test_of_many_that_publish_at_once_one_wins(make, place, tmp_path, left, same):
     sources = [
         make(f"source-{n}", {"a": b"%d" % (n * (not same)), f"own-{n * (not same)}": b""})
         for n in range(6)
     ]
     for number in range(4):
-        uri = f"{root}/{number}"
-        if left:
-            make(str(path_of(uri)), {"left": b"half"})
+        uri = storage.join(place.root, str(number))
+        fill(place, uri, {"a": b"half", "left": b""} if left else {})
         ends = at_once(6, publisher(sources, uri))
         assert sorted(ends) == (["done"] * 6 if same else ["conflict"] * 5 + ["done"])
-        storage.verify(uri)
-        assert content(path_of(uri))["a"] == b"%d" % ends.index("done")
-        assert len(content(path_of(uri))) == 3
-    assert left_over(path_of(root)) == []
+        assert fetched(uri, tmp_path) == content(sources[ends.index("done")])
+        assert len(place.content(uri)) == 3
+    assert left_over(tmp_path) == []
 
 
 def test_two_processes_publish_at_once(make, root):

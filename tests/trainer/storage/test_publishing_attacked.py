@@ -87,43 +87,12 @@ def attacked(bucket, make, folder, kills):
     assert set(bucket.content(bucket.root)) == named
 
 
-@pytest.mark.slow
-def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(bucket, make, tmp_path):
-    attacked(bucket, make, tmp_path, kills=4)
-
-
-@pytest.mark.long
 @pytest.mark.timeout(1200)
-def test_fifty_publishers_that_are_killed(bucket, make, tmp_path):
-    attacked(bucket, make, tmp_path, kills=50)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("same", [False, True])
-def test_publishers_at_once_have_one_winner_and_all_know(bucket, make, tmp_path, same):
-    sources = [make(f"s-{n}", {"a": b"%d" % (n * (not same)), f"b{n * (not same)}": b""})
-               for n in range(4)]  # fmt: skip
-    for number in range(3):
-        uri = storage.join(bucket.root, f"step-{number}")
-        if number == 1:
-            fill(bucket, uri, {"a": b"half", "left": b""})
-        barrier = threading.Barrier(len(sources))
-
-        def act(source, uri=uri, barrier=barrier):
-            barrier.wait()
-            try:
-                storage.publish(source, uri, kind="x")
-            except storage.Conflict:
-                return "conflict"
-            return "done"
-
-        with ThreadPoolExecutor(len(sources)) as pool:
-            ends = list(pool.map(act, sources))
-        expected = ["done"] * 4 if same else ["conflict"] * 3 + ["done"]
-        assert sorted(ends) == expected
-        winner = sources[ends.index("done")]
-        assert fetched(uri, tmp_path) == {p.name: p.read_bytes() for p in winner.iterdir()}
-        assert len(bucket.content(uri)) == 3
+@pytest.mark.parametrize(
+    "kills", [pytest.param(4, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.long)]
+)
+def test_publishers_that_are_killed_leave_the_old_or_the_new(bucket, make, tmp_path, kills):
+    attacked(bucket, make, tmp_path, kills)
 
 
 def test_a_concurrent_upload_harms_nobody(bucket, make, tmp_path):
@@ -267,15 +236,6 @@ for number in range(500):
 else:
     sys.exit("it never came to its end")
 """
-PUBLISH_FOR_EVER = """
-import itertools, sys
-from pathlib import Path
-from flotilla.trainer import storage
-for number in itertools.count():
-    uri = f"{sys.argv[2]}/step-{number:05d}"
-    print(uri, flush=True)
-    storage.publish(Path(sys.argv[1]), uri, kind="x", fields={"n": number})
-"""
 REWRITE_FOR_EVER = """
 import itertools, sys
 from flotilla.trainer import storage
@@ -292,18 +252,22 @@ def die(action, source, root):
     output, _ = process.communicate()
     assert process.returncode == 0
     uris = output.splitlines()
-    assert len(uris) > 10
+    assert 10 < len(uris) < 200
     return uris
+
+
+def die_around_a_rename(action, source, root, is_there, *, at_first=False):
+    """Return each URI, and whether it is there, which changes only once, with the rename."""
+    uris = die(action, source, root)
+    seen = [is_there(uri) for uri in uris]
+    assert seen == sorted(seen, reverse=at_first)
+    assert (seen[0], seen[-1]) == (at_first, not at_first)
+    return list(zip(uris, seen, strict=True))
 
 
 def test_a_publisher_may_die_before_any_touch_of_the_disk(make, root):
     source = make(files=FEW)
-    uris = die("publish", source, root)
-    seen = [storage.is_published(uri) for uri in uris]
-    assert seen == sorted(seen), "published only from the rename on"
-    assert seen[-1]
-    assert not seen[0]
-    for uri, there in zip(uris, seen, strict=True):
+    for uri, there in die_around_a_rename("publish", source, root, storage.is_published):
         if there:
             storage.verify(uri)
         else:
@@ -317,9 +281,7 @@ def test_a_publisher_may_die_while_it_replaces_what_another_left(make, root):
     source = make(files=FEW)
     for number in range(200):
         make(str(path_of(f"{root}/{number:03d}")), {"it/left": b"half", DEAD: b""})
-    uris = die("publish", source, root)
-    assert len(uris) < 200
-    for uri in uris:
+    for uri in die("publish", source, root):
         if storage.is_published(uri):
             storage.verify(uri)
             assert "left" not in content(path_of(uri))
@@ -334,12 +296,9 @@ def test_a_deletion_may_die_at_any_touch(make, root):
     source = make(files=FEW)
     for number in range(60):
         storage.publish(source, f"{root}/{number:03d}/it", kind="x", fields={"n": 1})
-    uris = die("delete", source, root)
-    assert len(uris) < 60
-    seen = [storage.is_published(uri) for uri in uris]
-    assert seen[0]
-    assert not seen[-1]
-    for uri, there in zip(uris, seen, strict=True):
+    found = die_around_a_rename("delete", source, root, storage.is_published, at_first=True)
+    assert len(found) < 60
+    for uri, there in found:
         if there:
             storage.verify(uri)
         else:
@@ -352,12 +311,7 @@ def test_a_deletion_may_die_at_any_touch(make, root):
 def test_a_fetch_may_die_at_any_touch(make, root):
     source = make(files=FEW)
     storage.publish(source, f"{root}/published", kind="x")
-    uris = die("fetch", source, root)
-    seen = [path_of(uri).exists() for uri in uris]
-    assert seen == sorted(seen), "there only from the rename on"
-    assert seen[-1]
-    assert not seen[0]
-    for uri, there in zip(uris, seen, strict=True):
+    for uri, there in die_around_a_rename("fetch", source, root, lambda u: path_of(u).exists()):
         if there:
             assert content(path_of(uri)) == FEW
         storage.fetch(f"{root}/published", path_of(uri))
@@ -376,21 +330,6 @@ def test_a_writer_of_a_file_may_die_at_any_touch(make, root):
     for uri in uris:
         storage.write_bytes(uri, b"newer")
         assert storage.read_bytes(uri) == b"newer"
-    assert left_over(path_of(root)) == []
-
-
-def test_a_publisher_that_is_killed_from_outside(make, root):
-    source = make(files={f"{n:02d}": bytes([n]) * 100_000 for n in range(20)})
-    process = start(PUBLISH_FOR_EVER, str(source), root)
-    begun = [process.stdout.readline().rstrip("\n") for _ in range(3)]
-    process.kill()
-    begun += process.communicate()[0].splitlines()
-    there = storage.list_published(root)
-    assert [uri for uri, _ in there] == begun[: len(there)]
-    assert len(begun) - len(there) <= 1
-    for uri, manifest in there:
-        assert storage.verify(uri) == manifest
-    storage.publish(source, begun[-1], kind="x", fields={"n": len(begun) - 1})
     assert left_over(path_of(root)) == []
 
 

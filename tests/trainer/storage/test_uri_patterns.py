@@ -37,18 +37,19 @@ def test_a_pattern_matches_as_a_shell_does(pattern, path, span):
     assert matched(pattern, path) == span
 
 
-def test_the_root_ends_before_the_first_special_character():
-    found = parse_pattern(
-        "data.source", "minio://bucket/k/a-*/x.csv?endpoint=store:9000&region=here"
-    )
-    assert found.root == "minio://bucket/k?endpoint=store:9000&region=here"
-    assert found.match("a-1/x.csv")
-
-
-def test_a_question_mark_is_a_wildcard_unless_an_option_follows():
-    found = parse_pattern("data.source", "s3://bucket/k/day-??.csv")
-    assert found.root == "s3://bucket/k"
-    assert found.match("day-01.csv")
+@pytest.mark.parametrize(
+    ("text", "root", "path"),
+    [
+        ("minio://bucket/k/a-*/x.csv?endpoint=store:9000&region=here",
+         "minio://bucket/k?endpoint=store:9000&region=here", "a-1/x.csv"),
+        # A question mark is a wildcard unless an option follows.
+        ("s3://bucket/k/day-??.csv", "s3://bucket/k", "day-01.csv"),
+    ],
+)  # fmt: skip
+def test_the_root_ends_before_the_first_special_character(text, root, path):
+    found = parse_pattern("data.source", text)
+    assert found.root == root
+    assert found.match(path)
 
 
 def test_a_file_with_special_characters_is_found_by_its_name(tmp_path):

@@ -12,7 +12,6 @@ from flotilla.trainer import events
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.telemetry.tensorboard import (
     MOST_TASKS,
     Profiler,
@@ -169,22 +168,6 @@ class Recorded:
 @pytest.fixture
 def recorded(monkeypatch):
     return Recorded(monkeypatch)
-
-
-@pytest.mark.parametrize(
-    "profile", [[100], [100, 100], [110, 100], [0, 5], [1, 2, 3], [1490, 1501]]
-)
-def test_steps_that_cannot_be_profiled_are_refused(profile):
-    what = r"step 1501 is after the end of training; use steps up to training.steps \(1500"
-    if profile[-1] < 1501:
-        what = "not a first step and a later last step"
-    with pytest.raises(ConfigError, match=what):
-        parse_config({"training": {"profile": profile}})
-
-
-@pytest.mark.parametrize("profile", [[], [1, 2], [100, 110], [1499, 1500]])
-def test_steps_that_can_be_profiled_are_taken(profile):
-    assert parse_config({"training": {"profile": profile}}).training.profile == tuple(profile)
 
 
 def test_no_inner_loop_crosses_an_edge_of_the_profile():
