@@ -85,12 +85,9 @@ def test_check_fails_where_the_revision_does_not_exist():
     assert "passed" not in ended.stdout
 
 
-def test_a_revision_that_does_not_exist_is_one_line():
+def test_a_revision_or_a_repository_that_does_not_exist_is_one_line(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="'no-such-revision'; SINCE is a revision of this git"):
         mirror.main("no-such-revision")
-
-
-def test_outside_of_a_repository_it_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror, "ROOT", tmp_path)
     with pytest.raises(SystemExit, match="not a git repository"):
         mirror.main()

@@ -141,31 +141,24 @@ COURSE = [(1.0, 0.5), (2.0, 0.97), (3.0, 0.96), (4.0, 0.98)]
 
 
 @pytest.mark.parametrize(
-    ("goal", "found"), [(0.4, (1.0, True)), (0.97, (2.0, True)), (0.975, (4.0, True))]
+    ("course", "goal", "found"),
+    [
+        (COURSE, 0.4, (1.0, True)),
+        (COURSE, 0.97, (2.0, True)),
+        (COURSE, 0.975, (4.0, True)),
+        # This course never reaches the goal.
+        (COURSE, 0.99, (4.0, False)),
+        ([], 0.5, (0.0, False)),
+    ],
 )
-def test_the_first_time_counts(goal, found):
-    assert first_reach(COURSE, goal) == found
-
-
-def test_a_course_that_never_comes_there_lasts_to_its_end():
-    assert first_reach(COURSE, 0.99) == (4.0, False)
-    assert first_reach([], 0.5) == (0.0, False)
-
-
-def progress(step, seconds):
-    return Progress(
-        global_step=step,
-        steps=100,
-        loss=1.0,
-        steps_per_second=10.0,
-        seconds=seconds,
-        seconds_left=0.0,
-    )
+def test_the_first_time_counts(course, goal, found):
+    assert first_reach(course, goal) == found
 
 
 def test_set_up_is_left_out():
+    known = {"steps": 100, "loss": 1.0, "steps_per_second": 10.0, "seconds_left": 0.0}
     # The first 5 s have no updates; then there are 10 updates per second.
-    rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
+    rows = [Progress(global_step=at, seconds=5 + at / 10, **known) for at in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 
 

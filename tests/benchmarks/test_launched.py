@@ -19,15 +19,8 @@ from tests.house_rules.source import ROOT
 
 
 def progress(step, time, **metrics):
-    return Progress(
-        time=time,
-        global_step=step,
-        steps=90,
-        loss=1.0,
-        steps_per_second=0.0,
-        seconds_left=0.0,
-        metrics=metrics,
-    )
+    known = {"steps": 90, "loss": 1.0, "steps_per_second": 0.0, "seconds_left": 0.0}
+    return Progress(time=time, global_step=step, metrics=metrics, **known)
 
 
 def test_the_clock_stops_for_checkpoints_only():
@@ -185,17 +178,13 @@ def loads(name, forbidden):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROCESSES.keys() - COMPUTE))
-def test_a_step_that_computes_nothing_loads_nothing_heavy(name):
-    others = {"sklearn"} if name == "prepare_data" else {"sklearn", "scipy"}
-    assert not loads(name, sorted(NEVER | TENSORFLOW | others))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(COMPUTE))
-def test_what_computes_loads_tensorflow_and_nothing_for_pictures(name):
-    heavy = NEVER | ({"keras", "sklearn", "kfp"} if name == "task: server" else set())
-    assert not loads(name, sorted(heavy))
+@pytest.mark.parametrize("name", sorted(PROCESSES))
+def test_a_process_loads_nothing_heavy_that_it_does_not_need(name):
+    if name in COMPUTE:
+        others = {"keras", "sklearn", "kfp"} if name == "task: server" else set()
+    else:
+        others = TENSORFLOW | ({"sklearn"} if name == "prepare_data" else {"sklearn", "scipy"})
+    assert not loads(name, sorted(NEVER | others))
 
 
 def saving(saved, *, stall, drift=0.0):
@@ -203,17 +192,11 @@ def saving(saved, *, stall, drift=0.0):
     events, step, time = [], 0.0, 0.0
     for second in range(60):
         step, time = step + 100 + drift * second, time + 1
-        events.append(storage_progress(time, step))
+        events.append(progress(step, time))
         if second + 1 in saved:
             time += stall
             events.append(Saved(time=time, uri="", global_step=0, seconds=stall))
     return events
-
-
-def storage_progress(time, step):
-    return Progress(
-        time=time, global_step=step, steps=6000, loss=1.0, steps_per_second=0.0, seconds_left=0.0
-    )
 
 
 @pytest.mark.parametrize("stall", [0.0, 0.25, 1.0])

@@ -2,9 +2,7 @@
 
 import pytest
 
-from benchmarks import (
-    tasks,
-)
+from benchmarks import tasks
 from flotilla.trainer.config.load import load_config
 
 QUICK = {

@@ -270,29 +270,16 @@ def test_prose_may_name_a_command_without_its_arguments():
 
 
 @pytest.mark.parametrize(
-    "word", ["training.stepz", "cluster.kubernetes.pod.imag", "cluster.launcher: moon"]
-)
-def test_a_wrong_key_is_seen(word):
-    assert wrong_key(word)
-
-
-@pytest.mark.parametrize(
-    "word", ["model.args.hidden_units", "cluster.kubernetes.worker.env", "cluster.launcher: tfjob"]
-)
-def test_a_right_key_passes(word):
-    assert not wrong_key(word)
-
-
-@pytest.mark.parametrize(
-    ("word", "is_missing"),
+    ("is_wrong", "wrong", "right"),
     [
-        ("trainer/none.py", True),
-        ("trainer/config/schema.py", False),
-        ("configs/mnist*.yaml", False),
+        (wrong_key, ["training.stepz", "cluster.kubernetes.pod.imag", "cluster.launcher: moon"],
+         ["model.args.hidden_units", "cluster.kubernetes.worker.env", "cluster.launcher: tfjob"]),
+        (missing_path, ["trainer/none.py"], ["trainer/config/schema.py", "configs/mnist*.yaml"]),
     ],
-)
-def test_a_missing_path_is_seen(word, is_missing):
-    assert missing_path(word) == is_missing
+)  # fmt: skip
+def test_a_wrong_key_or_path_is_seen(is_wrong, wrong, right):
+    assert all(map(is_wrong, wrong))
+    assert not any(map(is_wrong, right))
 
 
 GUIDE = (ROOT / "docs" / "how-to" / "data-gate.md").read_text(encoding="utf-8")

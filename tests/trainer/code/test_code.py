@@ -298,8 +298,8 @@ def refusal(folder, kind=ConfigError):
     return line
 
 
-def test_all_files_belong_to_it_in_the_order_of_their_paths(folder):
-    (folder / "words.txt").write_text("a")
+def test_all_files_and_links_within_belong_to_it_in_the_order_of_their_paths(folder):
+    (folder / "words.txt").symlink_to("blocks.py")
     (folder / "sub" / "größe x.yaml").write_text("a")
     assert paths(folder) == ["blocks.py", "sub/__init__.py", "sub/größe x.yaml", "words.txt"]
 
@@ -334,11 +334,6 @@ def test_the_rules_of_the_user_come_last(folder):
     assert paths(folder) == ["blocks.py", "ca.pem", "data/rows.py"]
 
 
-def test_a_link_inside_the_folder_is_followed(folder):
-    (folder / "again.py").symlink_to("blocks.py")
-    assert "again.py" in paths(folder)
-
-
 @pytest.mark.parametrize(
     ("target", "words"),
     [
@@ -355,12 +350,9 @@ def test_any_other_link_is_refused_unless_it_is_left_out(folder, target, words):
     assert paths(folder) == ["blocks.py", "sub/__init__.py"]
 
 
-def test_a_pipe_is_not_waited_for(folder):
+def test_a_pipe_and_a_name_that_no_store_takes_are_refused(folder):
     os.mkfifo(folder / "pipe")
     assert "pipe is neither a file nor a folder" in refusal(folder)
-
-
-def test_a_name_that_no_store_takes_is_refused(folder):
     (folder / "a\nb.py").touch()
     assert "'a\\nb.py' has characters that a store rejects; rename it" in refusal(folder)
 
@@ -441,24 +433,24 @@ def test_a_line_leaves_out_what_git_leaves_out():
         assert found - {"b/x y"} == set(paths), line
 
 
-def test_a_slash_at_the_end_is_for_folders():
-    assert left_out(["data/"], "b/data", is_folder=True)
-    assert not left_out(["data/"], "b/data")
-
-
-def test_the_last_line_decides():
-    lines = ["*.pem", "!mine.pem"]
-    assert left_out(lines, "other.pem")
-    assert not left_out(lines, "mine.pem")
-    assert left_out([*lines, "mine.*"], "mine.pem")
-
-
-def test_a_line_that_is_no_pattern_leaves_out_nothing():
-    assert not [line for line in ("!", "[z-a]", "\\", "a[") if left_out([line], "a")]
-
-
-def test_what_is_in_a_folder_can_be_taken_in_again():
-    lines = ["b/**", "!b/a.py"]
-    assert not left_out(lines, "b", is_folder=True)
-    assert not left_out(lines, "b/a.py")
-    assert left_out(lines, "b/c")
+@pytest.mark.parametrize(
+    ("lines", "path", "is_left_out"),
+    [
+        # A slash at the end is for folders.
+        (["data/"], "b/data/", True),
+        (["data/"], "b/data", False),
+        # The last matching line decides.
+        (["*.pem", "!mine.pem"], "other.pem", True),
+        (["*.pem", "!mine.pem"], "mine.pem", False),
+        (["*.pem", "!mine.pem", "mine.*"], "mine.pem", True),
+        # What is in a folder can be included again.
+        (["b/**", "!b/a.py"], "b/", False),
+        (["b/**", "!b/a.py"], "b/a.py", False),
+        (["b/**", "!b/a.py"], "b/c", True),
+        # These lines are no patterns.
+        *(([line], "a", False) for line in ("!", "[z-a]", "\\", "a[")),
+    ],
+)
+def test_the_rules_of_several_lines(lines, path, is_left_out):
+    found = left_out(lines, path.rstrip("/"), is_folder=path.endswith("/"))
+    assert found == is_left_out

@@ -61,10 +61,13 @@ FOUND = [
 ]
 
 
-def test_every_metric_is_there_as_soon_as_its_row(tmp_path):
+def test_every_metric_is_there_as_soon_as_its_row_without_operations_of_tensorflow(tmp_path):
     board = TensorBoardLog(tmp_path / "check points", "digits-1")
     for count, row in enumerate(ROWS, start=1):
-        board.add(row)
+        with tf.Graph().as_default() as graph:
+            board.add_configuration(parse_config({}))
+            board.add(row)
+        assert graph.get_operations() == []
         steps = {each["global_step"] for each in ROWS[:count]}
         expected = [each for each in FOUND if each[1] in steps]
         assert scalars(tmp_path / "check points") == expected
@@ -73,16 +76,6 @@ def test_every_metric_is_there_as_soon_as_its_row(tmp_path):
 def test_a_new_attempt_adds_to_the_same_runs(tmp_path):
     for row in ROWS:
         TensorBoardLog(tmp_path, "digits-1").add(row)
-    assert scalars(tmp_path) == FOUND
-
-
-def test_metrics_are_written_without_operations_of_tensorflow(tmp_path):
-    board = TensorBoardLog(tmp_path, "digits-1")
-    with tf.Graph().as_default() as graph:
-        board.add_configuration(parse_config({}))
-        for row in ROWS:
-            board.add(row)
-    assert graph.get_operations() == []
     assert scalars(tmp_path) == FOUND
 
 
@@ -132,24 +125,20 @@ def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_no_more_ends_the_pictures_and_not_the_run(tmp_path, caplog):
+@pytest.mark.parametrize("trouble", ["a file in the way", "a full disk"])
+def test_what_cannot_be_written_is_one_warning_and_does_not_end_the_run(tmp_path, caplog, trouble):
     board = TensorBoardLog(tmp_path / "logs", "digits-1")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    if trouble == "a file in the way":
+        (tmp_path / "logs").write_text("")
+    else:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
     try:
         board.add_configuration(parse_config({}))
-        for step in (1, 2):
-            board.add({"global_step": step, "loss": 0.5})
+        for row in ROWS:
+            board.add(row)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caplog.text.count("no longer writing metrics for TensorBoard: ") == 1
-
-
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path, caplog):
-    (tmp_path / "logs").write_text("in the way")
-    board = TensorBoardLog(tmp_path / "logs", "digits-1")
-    board.add(ROWS[0])
-    board.add(ROWS[1])
     assert caplog.text.count("no longer writing metrics for TensorBoard: ") == 1
 
 
