@@ -388,12 +388,11 @@ OF_SCHEDULES = "code-of-schedules"
 def note_run(root: str, run_id: str, bundle: str) -> None:
     """Record that a run uses a bundle, in addition to earlier bundles. Raises `UserError`."""
     uri = storage.join(root, run_id, OF_RUN)
+    noted: list[str] = []
     with suppress(storage.Missing):
-        if bundle in (noted := _parse_note(storage.read_bytes(uri))):
-            return
+        noted = _parse_note(storage.read_bytes(uri))
+    if bundle not in noted:
         storage.write_bytes(uri, _note([*noted, bundle]))
-        return
-    storage.write_bytes(uri, _note([bundle]))
 
 
 def note_schedule(bundle: str, schedule: str) -> None:

@@ -16,7 +16,6 @@ from pydantic import Field, field_validator, model_validator
 from flotilla.trainer.config.base import Free, Section, Whole, key, suggest
 
 REFUSE, WARN, OFF = "refuse", "warn", "off"
-ACTIONS = (REFUSE, WARN, OFF)
 #: All spans or, as a key in `data.gate.rules`, all rules that are not listed there.
 ALL = "all"
 RULES = {

@@ -34,6 +34,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import History
@@ -279,10 +280,7 @@ class Agent:
         workers = [Task(role="worker", index=n) for n in range(self._cluster.count("worker"))]
         others = [each for each in workers if topology.leads(each) and each != workers[0]]
         together = self._task in workers and bool(others)
-
-        def wait(seconds: float) -> None:
-            self._wait(link, seconds)
-
+        wait = partial(self._wait, link)
         if self._publisher or (together and self._task in others):
             self._attempts = Attempts(self._job, self._task, others if together else [])
         if self._publisher and self._attempts:

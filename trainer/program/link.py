@@ -39,7 +39,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -189,13 +189,6 @@ class Attempt:
     tickets: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Ticket:
-    """The file that a worker writes when it waits for an attempt."""
-
-    ticket: str
-
-
 class Attempts:
     """Starts, joins and checks the attempts of a run on behalf of one task."""
 
@@ -206,29 +199,29 @@ class Attempts:
         self.seconds = LOCAL_SECONDS if storage.local_path(self._folder) else REMOTE_SECONDS
         self.current = Attempt(number=0)
 
-    def lead(self, checkpoint: str, wait: Callable[[float], None]) -> Attempt:
+    def lead(self, checkpoint: str, wait: Callable[[float], object]) -> Attempt:
         """Wait until all workers have new tickets, then start an attempt. Raises `UserError`."""
         before = self._read() or Attempt(number=0)
         gathering = Attempt(number=before.number + 1)
         if self._others:
             # Tell workers that are still running the previous attempt that it has ended.
-            self._write(_FILE, gathering)
+            self._write(_FILE, asdict(gathering))
         tickets: dict[str, str] = {}
         while len(tickets) < len(self._others):
             tickets = self._read_tickets(set(before.tickets.values()))
             if len(tickets) < len(self._others):
                 wait(self.seconds)
         self.current = Attempt(number=gathering.number, checkpoint=checkpoint, tickets=tickets)
-        self._write(_FILE, self.current)
+        self._write(_FILE, asdict(self.current))
         return self.current
 
-    def join(self, wait: Callable[[float], None]) -> Attempt:
+    def join(self, wait: Callable[[float], object]) -> Attempt:
         """Write a new ticket, and wait for an attempt that lists it. Raises `UserError`."""
-        own = Ticket(ticket=secrets.token_hex(8))
-        self._write(f"{self._this}.json", own)
+        own = secrets.token_hex(8)
+        self._write(f"{self._this}.json", {"ticket": own})
         while True:
             found = self._read()
-            if found and found.tickets.get(self._this) == own.ticket:
+            if found and found.tickets.get(self._this) == own:
                 self.current = found
                 return found
             wait(self.seconds)
@@ -254,15 +247,11 @@ class Attempts:
     def _read_tickets(self, used: set[str]) -> dict[str, str]:
         found = {}
         for name in self._others:
-            try:
-                data = storage.read_bytes(storage.join(self._folder, f"{name}.json"))
-            except storage.Missing:
-                continue
-            ticket = read_record(Ticket, data)
-            if ticket and ticket.ticket not in used:
-                found[name] = ticket.ticket
+            with suppress(storage.Missing, ValueError):
+                tree = parse_mapping(storage.read_bytes(storage.join(self._folder, f"{name}.json")))
+                if isinstance(ticket := tree.get("ticket"), str) and ticket not in used:
+                    found[name] = ticket
         return found
 
-    def _write(self, name: str, record: Attempt | Ticket) -> None:
-        data = json.dumps(asdict(record)).encode()
-        storage.write_bytes(storage.join(self._folder, name), data)
+    def _write(self, name: str, tree: Mapping[str, Any]) -> None:
+        storage.write_bytes(storage.join(self._folder, name), json.dumps(tree).encode())
