@@ -268,15 +268,20 @@ def test_what_is_out_of_range_is_refused(tmp_path, args, line):
     assert str(caught.value).startswith(f"data.dataset: {OWN}: ValueError: {line}")
 
 
-@pytest.mark.parametrize("version", ["1.1", "1.1.", "1.0.1", "1.1.x", "1.1.10000"])
-def test_a_version_that_is_no_day_is_refused(tmp_path, version):
-    with pytest.raises(ConfigError, match=r"^data\.version: .*(names no day|the last day)"):
-        datasets.builder(config().model_copy(update={"version": version}), tmp_path)
-
-
-def test_another_argument_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"^data\.builder_args: .*'usres' is not an arg"):
-        datasets.builder(config(usres=1), tmp_path)
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        *((config().model_copy(update={"version": version}),
+           r"^data\.version: .*(names no day|the last day)")
+          for version in ("1.1", "1.1.", "1.0.1", "1.1.x", "1.1.10000")),
+        (config(usres=1), r"^data\.builder_args: .*'usres' is not an arg"),
+        (DataConfig(dataset="clicks_large"),
+         r"^data\.dataset: clicks_large moved to the examples"),
+    ],
+)  # fmt: skip
+def test_another_version_argument_or_name_is_refused(tmp_path, given, line):
+    with pytest.raises(ConfigError, match=line):
+        datasets.builder(given, tmp_path)
 
 
 def test_its_configuration_is_valid_and_names_the_builder(tmp_path):
@@ -285,12 +290,6 @@ def test_its_configuration_is_valid_and_names_the_builder(tmp_path):
     made = datasets.builder(found.data, tmp_path)
     assert type(made).__name__ == "ClicksLarge"
     assert made.clickstream.users == 10_000_000
-
-
-def test_its_name_of_before_says_where_it_is(tmp_path):
-    old = DataConfig(dataset="clicks_large")
-    with pytest.raises(ConfigError, match=r"^data\.dataset: clicks_large moved to the examples"):
-        datasets.builder(old, tmp_path)
 
 
 def test_a_run_finds_it_by_code(tmp_path):

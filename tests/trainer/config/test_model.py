@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from flotilla.trainer.config.load import load_config, parse_config
-from flotilla.trainer.config.model import InitialWeights, initial_weights
+from flotilla.trainer.config.model import initial_weights
 from flotilla.trainer.runtime.errors import ConfigError
 
 CLICKS = Path(__file__).parents[3] / "examples/clicks_large/clicks_large.yaml"
@@ -39,23 +39,6 @@ def test_of_other_models_only_the_function_knows_its_tables():
     assert parse_config({"model": {"name": "own:model", "args": args}}).model.args == args
 
 
-@pytest.mark.parametrize(
-    ("value", "source"),
-    [
-        ("", ""),
-        ("champion", "champion"),
-        ("gs://bucket/run/checkpoints/step-00000500/", "gs://bucket/run/checkpoints/step-00000500"),
-        ("s3://bucket/model.keras", "s3://bucket/model.keras"),
-        ("file:///models/a.keras", "file:///models/a.keras"),
-    ],
-)
-def test_a_text_says_where_all_weights_are(value, source):
-    found = initial_weights(value)
-    assert found == InitialWeights(source=source)
-    assert not found.is_partial
-    assert found.value() == source
-
-
 def test_the_path_of_a_keras_file_becomes_a_uri(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     expected = (tmp_path / "models/a.keras").as_uri()
@@ -73,12 +56,6 @@ def test_a_mapping_names_a_part_of_them(include, exclude):
     assert (found.include, found.exclude) == (tuple(include), tuple(exclude))
     assert found.value() == {name: each for name, each in value.items() if each}
     assert initial_weights(found.value()) == found
-
-
-def test_a_mapping_without_globs_is_a_text():
-    found = initial_weights({"from": "champion", "include": [], "exclude": []})
-    assert not found.is_partial
-    assert found.value() == "champion"
 
 
 @pytest.mark.parametrize(

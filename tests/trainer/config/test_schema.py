@@ -12,6 +12,7 @@ from flotilla.pipelines import old_parameters
 from flotilla.trainer.config import schema as module
 from flotilla.trainer.config.data import LIMITS, RULES, DataGateConfig
 from flotilla.trainer.config.load import load_config, parse_config
+from flotilla.trainer.config.model import initial_weights
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 
@@ -299,8 +300,10 @@ def test_servers_that_run_are_joined_where_servers_are_used(other, said):
         ("", ""),
         ("champion", "champion"),
         ("gs://b/c/", "gs://b/c"),
+        ("s3://b/c.keras", "s3://b/c.keras"),
+        ("file:///models/a.keras", "file:///models/a.keras"),
         ({"from": "champion"}, "champion"),
-        ({"from": "champion", "include": []}, "champion"),
+        ({"from": "champion", "include": [], "exclude": []}, "champion"),
         ({"from": "gs://b/c/", "exclude": ["a"]}, {"from": "gs://b/c", "exclude": ["a"]}),
         ("/models/base.keras", "file:///models/base.keras"),
         ({"from": "/models/base.keras", "include": ["a"]},
@@ -310,6 +313,7 @@ def test_servers_that_run_are_joined_where_servers_are_used(other, said):
 def test_a_warm_start_is_kept_in_one_form(value, kept):
     config = parse_config({"training": {"warm_start": value}})
     assert config.training.warm_start == kept
+    assert initial_weights(value).is_partial == isinstance(kept, dict)
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 

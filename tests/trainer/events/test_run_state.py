@@ -1,5 +1,7 @@
 """Tests the state of a run, computed from its events."""
 
+import pytest
+
 from flotilla.trainer.events import (
     AttemptBegin,
     CheckpointPublished,
@@ -89,32 +91,25 @@ def test_what_is_handed_on_and_published_is_known():
     assert reduce_events([ended("t", 1.0, metrics={"handed_on_step": 8})]).handed_on_step == 8
 
 
-class TestProgressSince:
-    """Tests the progress that was reported since a step began."""
+READING = {"what": "reading", "unit": "rows", "done": 3, "share": 0.5, "seconds_left": 7.0}
+TRAINING = {
+    "global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0, "epoch": 0, "epochs": 0,
+}  # fmt: skip
+IN_WORDS = "reading: 50 %  3 rows  7.0 s left"
 
-    def test_of_an_earlier_step_it_is_none(self):
-        work = WorkProgress(time=2.0, what="reading", unit="rows", done=3)
-        assert reduce_events([progress(5, 1.0), work]).progress_since(2.5) == {}
 
-    def test_training(self):
-        found = reduce_events([progress(5, 3.0)]).progress_since(2.5)
-        assert found == {
-            "global_step": 5, "steps": 9, "loss": 0.5, "seconds_left": 1.0, "epoch": 0, "epochs": 0,
-        }  # fmt: skip
-
-    def test_work_in_words_and_numbers(self):
-        work = WorkProgress(
-            time=3.0, what="reading", unit="rows", done=3, share=0.5, seconds_left=7.0
-        )
-        found = reduce_events([progress(5, 1.0), work]).progress_since(2.5)
-        assert found == {
-            "progress": "reading: 50 %  3 rows  7.0 s left", "share": 0.5, "seconds_left": 7.0,
-        }  # fmt: skip
-        over = WorkProgress(time=4.0, what="reading", is_over=True)
-        assert reduce_events([work, over]).progress_since(2.5) == {}
-
-    def test_what_goes_on_next_to_training(self):
-        work = WorkProgress(time=3.5, what="publishing", unit="bytes", done=10, share=0.5)
-        found = reduce_events([progress(5, 3.0), work]).progress_since(2.5)
-        assert (found["steps"], found["seconds_left"]) == (9, 1.0)
-        assert found["progress"] == "publishing: 50 %  10 B"
+@pytest.mark.parametrize(
+    ("happened", "found"),
+    [
+        # Events before this time belong to an earlier step.
+        ([progress(5, 1.0), WorkProgress(time=2.0, **READING)], {}),
+        ([progress(5, 3.0)], TRAINING),
+        ([progress(5, 1.0), WorkProgress(time=3.0, **READING)],
+         {"progress": IN_WORDS, "share": 0.5, "seconds_left": 7.0}),
+        ([WorkProgress(time=3.0, **READING),
+          WorkProgress(time=4.0, what="reading", is_over=True)], {}),
+        ([progress(5, 3.0), WorkProgress(time=3.5, **READING)], {**TRAINING, "progress": IN_WORDS}),
+    ],
+)  # fmt: skip
+def test_the_progress_since_a_step_began(happened, found):
+    assert reduce_events(happened).progress_since(2.5) == found

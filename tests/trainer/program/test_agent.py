@@ -263,40 +263,16 @@ for own in (False, True):
         own and os.setsid()
         time.sleep(600)
 """
-FULL = """
-import os, resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-with open(os.environ["FLOTILLA_CHECKPOINTS"] + "/ckpt-9.index", "wb") as file:
-    file.write(bytes(2 << 20))
-"""
-BUSY = """
-import socket
-first, second = socket.socket(), socket.socket()
-first.bind(("127.0.0.1", 0))
-second.bind(first.getsockname())
-"""
 FIFO = 'import os\nos.mkfifo(os.environ["FLOTILLA_MODEL"] + "/a.keras")\n'
-LINKS = """
-import os
-folder = os.environ["FLOTILLA_MODEL"] + "/"
-os.symlink("/etc", folder + "1")
-os.symlink("/etc/hostname", folder + "saved_model.pb")
-"""
 EVALUATE = {"after_training": "evaluate"}
 ASK = "import argparse; argparse.ArgumentParser().parse_args()"
 REFUSED = {
     "exits with 0 at once": ("", EVALUATE, "FLOTILLA_MODEL .* is empty"),
     "forks": (FORKS, EVALUATE, "saved no model"),
-    "needs a package": ("import no_such_package", {}, "No module named 'no_such_package'"),
     "wrong flag": (ASK, {}, "exit code 2.*unrecognized arguments: 3"),
     "fails": ("import sys; sys.exit(7)", {}, "exit code 7; it printed nothing"),
     "absent command": ("", {"command": ["no-such"]}, "cannot start no-such: No such file"),
-    "absent folder": ("", {"working_dir": "no-such"}, "program.working_dir: there is no folder"),
-    "no words": ("", {"command": ["/"]}, "cannot start /: Permission denied"),
-    "a file over its limit": (FULL, {}, "File too large"),
-    "a port that is taken": (BUSY, {}, "Address already in use"),
     "a model that is a pipe": (FIFO, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
-    "a model of links": (LINKS, EVALUATE, "FLOTILLA_MODEL .* contains no complete model"),
 }  # fmt: skip
 CORRUPT = """
 import os, sys

@@ -103,7 +103,9 @@ def test_a_program_that_cannot_start(agent, tmp_path):
     assert failed["message"].startswith("cannot start /no/such: No such file or directory")
     (tmp_path / "a.txt").touch()
     agent.send(do="start", attempt=1, command=[str(tmp_path / "a.txt")])
-    assert agent.read("failed")["code"] == guard.NOT_EXECUTABLE
+    failed = agent.read("failed")
+    assert failed["code"] == guard.NOT_EXECUTABLE
+    assert failed["message"].startswith(f"cannot start {tmp_path / 'a.txt'}: Permission denied")
     agent.send(do="start", attempt=1, command=["ls"], cwd="/no/such")
     assert agent.read("failed")["message"] == "program.working_dir: there is no folder /no/such"
 

@@ -64,6 +64,7 @@ def test_a_pipe_and_a_link_out_of_the_folder_are_no_files_of_it(tmp_path):
     (own / "all").symlink_to(away)
     (own / "again").symlink_to(own)
     assert layouts.find_newest(own) is None
+    assert layouts.find_model(own) is None
     assert layouts.find_newest(own, "DONE") is None
     assert layouts.files_below(own) == []
     write(own, "c-2.index", "c-2.data-00000-of-00001")

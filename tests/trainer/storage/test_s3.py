@@ -209,7 +209,6 @@ def test_without_boto3_the_extra_is_named(monkeypatch):
         ("gs://B/k", "'B' is not the name of a bucket"),
         ("gs://a/k", "'a' is not the name of a bucket"),
         ("s3://bucket//k", "empty part"),
-        ("s3://bucket/a/../k", "empty part, '.' or '..'"),
         ("s3://bucket/./k", "empty part, '.' or '..'"),
         ("gs://bucket/\udcff", "not UTF-8"),
         ("gs://bucket/k?endpoint=x", "gs:// takes no options"),
