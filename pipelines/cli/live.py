@@ -57,8 +57,6 @@ _REFRESHES_PER_SECOND = 8
 _ERROR = "flotilla: "
 _LONGEST_BAR, _SHORTEST_BAR = 40, 8
 _LITTLE = 0.02
-# Minimum number of parts of a progress line: the percentage and the remaining time.
-_FEWEST = 2
 
 
 class LiveView:
@@ -286,7 +284,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     room = width - len(what) - _SHORTEST_BAR - 3
     while len("  ".join(parts)) > room and spare:
         parts.remove(spare.pop(0))
-    if len("  ".join(parts)) > room and len(parts) > _FEWEST:
+    if len("  ".join(parts)) > room and parts[2:]:
         parts = [parts[0], *parts[2:]]
     bar = min(max(width - len(what) - len("  ".join(parts)) - 3, _SHORTEST_BAR), _LONGEST_BAR)
     return _one_line(what, ProgressBar(1.0, event.share, width=bar), Text("  ".join(parts)))
