@@ -340,18 +340,6 @@ def test_a_name_in_json_that_is_no_text_has_to_be_quoted(label):
         parse_config({"data": {"source": "a.csv", "label": label}})
 
 
-@pytest.mark.parametrize(
-    ("tree", "key"),
-    [
-        ({"data": {"source": "a.csv"}, "model": {"name": "two_tower"}}, "data.inputs: two_tower"),
-        ({"task": {"name": "recommendation"}}, "data.group: the task recommendation"),
-    ],
-)
-def test_what_a_recommender_needs_is_said_before_anything_is_prepared(tree, key):
-    with pytest.raises(ConfigError, match=key):
-        parse_config(tree)
-
-
 def test_many_wrong_keys_are_each_looked_at_once():
     class Place(tuple):
         compared = 0

@@ -178,61 +178,55 @@ def test_no_key_is_accepted_and_then_ignored():
     assert not unused
 
 
-def test_what_gpus_need():
-    assert refused("cluster.gpu_memory_fraction=0.5", "cluster.gpu_memory_mb=512") == (
-        "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of them"
-    )
-    assert refused("cluster.communication=nccl") == (
-        "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or choose ring or "
-        "auto"
-    )
-    nccl = load_config(None, ["cluster.communication=nccl", "cluster.gpus_per_worker=1"])
-    assert nccl.cluster.communication == "nccl"
+# Settings that are allowed alone or together, and those that are refused together.
+GOOD_TOGETHER = [
+    ["cluster.communication=nccl", "cluster.gpus_per_worker=1"],
+    ["training.replicas_to_aggregate=3"],
+    ["training.replicas_to_aggregate=3", "training.strategy=sync_parameter_server",
+     "cluster.workers=3"],
+    ["cluster.workers=9", "data.shards=9"],
+    ["cluster.workers=9", "data.partition=reshuffle"],
+    ["cluster.workers=9", "data.partition=dynamic"],
+    ["cluster.workers=9", "training.strategy=single"],
+    ["training.strategy=mine.steps:Own"], ["data.disk=1GB"],
+]  # fmt: skip
+BAD_TOGETHER = [
+    (["cluster.gpu_memory_fraction=0.5", "cluster.gpu_memory_mb=512"],
+     "cluster.gpu_memory_fraction: cluster.gpu_memory_mb is also set; set only one of them"),
+    (["cluster.communication=nccl"],
+     "cluster.communication: nccl needs GPUs; set cluster.gpus_per_worker, or choose ring or auto"),
+    (["training.replicas_to_aggregate=3", "training.strategy=sync_parameter_server"],
+     "training.replicas_to_aggregate: 2 workers cannot send 3 gradients for an update; "
+     "set it to 2 or less (0: one from each worker)"),
+    (["cluster.workers=9"],
+     "cluster.workers: 9 workers cannot share 8 shards; set data.shards to 9 or more"),
+    (["data.partition=dynamic", "training.strategy=mine.steps:Own"],
+     "data.partition: dynamic works only with the strategies single,"),
+    (["data.partition=dynamic", "data.disk=1GB"],
+     "data.disk: with data.partition: dynamic, a worker may be assigned any example"),
+    (["training.patience=2", "training.validate_every=0"],
+     "training.patience: early stopping needs"),
+    (["training.patience=2", "data.validation=0"], "training.patience: early stopping needs"),
+    *((["cluster.existing_servers=true", f"training.strategy={name}"],
+       f"cluster.existing_servers: {name} has no servers; leave it out, or choose a strategy with "
+       "parameter servers") for name in ("multi_worker_mirrored", "single")),
+    (["cluster.existing_servers=true", "cluster.in_process=true"],
+     "cluster.existing_servers: cluster.in_process, which starts servers, is also set; leave one "
+     "of them out"),
+    (["data.source=a.csv", "model.name=two_tower"], "data.inputs: two_tower needs the ids of"),
+    (["task.name=recommendation"], "data.group: the task recommendation computes metrics by"),
+    # These numbers would not survive their way through KFP or TensorFlow.
+    *(([f"{key}={value}"], f"{key}: {value} is not allowed: ") for key, value in (
+        ("training.steps", 10**23), ("training.batch_size", 10**11), ("training.keep", 2**53 + 1),
+        ("evaluation.batch_size", 2**31))),
+]  # fmt: skip
 
 
-def test_more_than_the_workers_or_shards_that_there_are_is_refused():
-    wanted = "training.replicas_to_aggregate=3"
-    assert refused("training.strategy=sync_parameter_server", wanted) == (
-        "training.replicas_to_aggregate: 2 workers cannot send 3 gradients for an update; "
-        "set it to 2 or less (0: one from each worker)"
-    )
-    assert load_config(None, [wanted]).training.replicas_to_aggregate == 3
-    enough = load_config(
-        None, ["training.strategy=sync_parameter_server", wanted, "cluster.workers=3"]
-    )
-    assert enough.cluster.workers == 3
-    message = refused("cluster.workers=9")
-    assert message == (
-        "cluster.workers: 9 workers cannot share 8 shards; set data.shards to 9 or more"
-    )
-    assert load_config(None, ["cluster.workers=9", "data.shards=9"]).cluster.workers == 9
-
-
-@pytest.mark.parametrize(
-    "enough", ["data.partition=reshuffle", "data.partition=dynamic", "training.strategy=single"]
-)
-def test_shards_are_counted_only_where_workers_part_them(enough):
-    assert load_config(None, ["cluster.workers=9", enough]).cluster.workers == 9
-
-
-@pytest.mark.parametrize(
-    ("other", "line"),
-    [
-        ("training.strategy=mine.steps:Own",
-         "data.partition: dynamic works only with the strategies single,"),
-        ("data.disk=1GB",
-         "data.disk: with data.partition: dynamic, a worker may be assigned any example"),
-    ],
-)  # fmt: skip
-def test_what_does_not_go_with_dynamic_is_refused_by_name(other, line):
-    assert line in refused("data.partition=dynamic", other)
-    assert load_config(None, [other])
-
-
-@pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])
-def test_early_stopping_needs_validations(without):
-    assert "training.patience: early stopping needs" in refused("training.patience=2", without)
-    assert load_config(None, [without]).training.patience == 0
+def test_what_is_refused_together_is_named():
+    for assignments in GOOD_TOGETHER:
+        assert load_config(None, assignments)
+    for assignments, said in BAD_TOGETHER:
+        assert refused(*assignments).startswith(said), assignments
 
 
 def test_it_is_frozen_and_its_values_are_not_shared():
@@ -263,35 +257,6 @@ def test_every_key_says_what_it_is():
     for name, (_, field) in old_parameters.keys().items():
         assert field.description, name
         assert "\n" not in field.description, name
-
-
-@pytest.mark.parametrize(
-    ("section", "key", "value"),
-    [
-        ("training", "steps", 10**23),
-        ("training", "batch_size", 10**11),
-        ("training", "keep", 2**53 + 1),
-        ("evaluation", "batch_size", 2**31),
-    ],
-)
-def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value):
-    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: {value} is not allowed: "):
-        parse_config({section: {key: value}})
-
-
-@pytest.mark.parametrize(
-    ("other", "said"),
-    [
-        ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers; "
-         "leave it out, or choose a strategy with parameter servers"),
-        ("training.strategy=single",
-         "single has no servers; leave it out, or choose a strategy with parameter servers"),
-        ("cluster.in_process=true",
-         "cluster.in_process, which starts servers, is also set; leave one of them out"),
-    ],
-)  # fmt: skip
-def test_servers_that_run_are_joined_where_servers_are_used(other, said):
-    assert refused("cluster.existing_servers=true", other) == f"cluster.existing_servers: {said}"
 
 
 @pytest.mark.parametrize(

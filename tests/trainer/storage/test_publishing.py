@@ -128,9 +128,11 @@ def test_a_published_directory_can_be_published_elsewhere(make, root, uri):
     assert storage.verify(uri) == second
 
 
-def test_links_to_files_are_followed(make, uri, tmp_path):
+def test_links_to_files_are_followed_and_what_a_dead_fetch_left_is_not_published(
+    make, uri, tmp_path
+):
     (tmp_path / "behind").write_bytes(b"linked")
-    source = make(files={"a": b""})
+    source = make(files={"a": b"", "sub/.shards.0123456789ab.part/half": b""})
     (source / "link").symlink_to(tmp_path / "behind")
     storage.publish(source, uri, kind="x")
     assert fetched(uri, tmp_path) == {"a": b"", "link": b"linked"}
@@ -158,20 +160,19 @@ def test_what_is_no_file_is_refused_by_name(make, place, uri, tmp_path):
     assert place.content(place.root) == {}
 
 
-def test_what_a_dead_fetch_left_is_not_published(make, uri):
-    source = make(files={"a": b"", "sub/.shards.0123456789ab.part/half": b""})
-    manifest = storage.publish(source, uri, kind="x")
-    assert [entry.path for entry in manifest.files] == ["a"]
-
-
-def test_a_missing_manifest_is_said(place, uri):
+def test_a_missing_manifest_is_said(place, uri, tmp_path):
     fill(place, uri, FILES)
+
+    def fetch(absent):
+        storage.fetch(absent, tmp_path / "target")
+
     for absent in (uri, storage.join(place.root, "nowhere"), storage.join(uri, "b.txt")):
         assert not storage.is_published(absent)
-        for action in (storage.read_manifest, storage.verify):
+        for action in (storage.read_manifest, storage.verify, fetch):
             with pytest.raises(storage.NotPublished) as error:
                 action(absent)
             assert str(error.value).startswith(f"{absent} is not published")
+    assert not (tmp_path / "target").exists()
 
 
 def test_no_uri_leads_out_of_its_root(place, uri):

@@ -54,15 +54,12 @@ def test_a_manifest_that_always_arrives_damaged_is_not_published(make, place, mo
     assert not storage.is_published(uri_in(place))
 
 
-def test_a_damaged_manifest_goes_also_where_its_removal_fails_at_first(make, place):
-    place.plan.add(Fault("mangle", method="PUT", path=MANIFEST))
-    place.plan.add(Fault(503, method="DELETE", path=MANIFEST))
-    manifest = storage.publish(make(), uri_in(place), kind="x")
-    assert storage.verify(uri_in(place)) == manifest
-
-
-def test_a_store_without_md5_is_read_again(make, place, monkeypatch):
-    monkeypatch.setattr(s3, "_is_md5", lambda _: False)
+@pytest.mark.parametrize("trouble", ["its removal fails at first", "there is no MD5"])
+def test_a_damaged_manifest_is_replaced_where(make, place, monkeypatch, trouble):
+    if trouble == "there is no MD5":
+        monkeypatch.setattr(s3, "_is_md5", lambda _: False)
+    else:
+        place.plan.add(Fault(503, method="DELETE", path=MANIFEST))
     place.plan.add(Fault("mangle", method="PUT", path=MANIFEST))
     manifest = storage.publish(make(), uri_in(place), kind="x")
     assert storage.verify(uri_in(place)) == manifest
