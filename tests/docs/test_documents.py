@@ -307,28 +307,20 @@ ANOTHER = {
 }
 
 
-def refused_keys():
-    """Return the first cells of the table of settings to leave out."""
+def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs():
     part = MOVE.read_text(encoding="utf-8").partition("| leave out |")[2].partition("\n\n")[0]
-    return re.findall(r"^\| `([\w.]+)`", part, re.MULTILINE)
-
-
-def test_the_page_lists_what_is_tried_here():
-    assert refused_keys() == list(ANOTHER)
-
-
-@pytest.mark.parametrize("key", ANOTHER)
-def test_what_the_page_leaves_out_is_refused_by_jobsets_and_taken_by_tfjobs(key):
-    section, _, name = key.partition(".")
-    clusters = {
-        launcher: parse_config({"cluster": {"launcher": launcher, "kubernetes": ANOTHER[key]}})
-        for launcher in ("jobset", "tfjob")
-    }
-    # The error for a setting that all roles share names one of the roles.
-    role = r"\w+" if section == "pod" else section
-    with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
-        render_job(clusters["jobset"])
-    assert render_job(clusters["tfjob"])["kind"] == "TFJob"
+    assert re.findall(r"^\| `([\w.]+)`", part, re.MULTILINE) == list(ANOTHER)
+    for key, tree in ANOTHER.items():
+        section, _, name = key.partition(".")
+        jobset, tfjob = (
+            parse_config({"cluster": {"launcher": launcher, "kubernetes": tree}})
+            for launcher in ("jobset", "tfjob")
+        )
+        # The error for a setting that all roles share names one of the roles.
+        role = r"\w+" if section == "pod" else section
+        with pytest.raises(ConfigError, match=rf"cluster\.kubernetes\.{role}\.{name}: "):
+            render_job(jobset)
+        assert render_job(tfjob)["kind"] == "TFJob"
 
 
 def granted(role):
@@ -357,19 +349,13 @@ def test_the_page_of_the_choice_names_every_launcher():
     assert set(cells) == set(kinds.__args__)
 
 
-FOLDERS = ("kfp_instance", "kubernetes")
 TESTS = Path(__file__).parents[1]
 
 
-def behaviours_of(folder):
-    """Return the list items of the page, each with a behavior and its tests."""
-    lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
-    return [line for line in lines if line.startswith("- ")]
-
-
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", ["kfp_instance", "kubernetes"])
 def test_each_row_names_a_test_of_the_stand_in(folder):
-    lines = behaviours_of(folder)
+    written = (TESTS / folder / "README.md").read_text(encoding="utf-8")
+    lines = [line for line in written.splitlines() if line.startswith("- ")]
     assert len(lines) > 10
     for line in lines:
         behaviour = re.fullmatch(r"- .+: (`[\w./]+\.py::\w+`.*)", line)
