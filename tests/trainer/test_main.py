@@ -36,6 +36,7 @@ def _environment():
 def options(tmp_path, monkeypatch):
     # A task changes its working directory; `monkeypatch` restores it.
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TF_CONFIG", tf_config())
     (tmp_path / "config.json").write_text(Config().model_dump_json())
     return {
         "--config": str(tmp_path / "config.json"),
@@ -115,8 +116,7 @@ def test_a_wrong_tf_config(capsys, monkeypatch, options, text, said):
         ('{"training": {"step": 3}}', "training.step: no such key; did you mean 'steps'?"),
     ],
 )
-def test_a_wrong_configuration(capsys, monkeypatch, options, text, said):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
+def test_a_wrong_configuration(capsys, options, text, said):
     path = Path(options["--config"])
     path.unlink() if text is None else path.write_text(text)
     assert main(flat(options)) == errors.USAGE
@@ -144,7 +144,6 @@ def test_a_port_in_use(capsys, monkeypatch, options):
     ],
 )
 def test_an_error_of_the_user_is_its_line_and_its_code(capsys, monkeypatch, options, error, code):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setattr(topology, "check_port", fails_with(error))
     assert main(flat(options)) == code
     assert capsys.readouterr().err == "flotilla: a cause\n"
@@ -159,7 +158,6 @@ def fails_with(error):
 
 
 def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monkeypatch, options):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     # An error outside of the user's code counts as a bug.
     monkeypatch.setattr(topology, "check_port", Mock(side_effect=KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
@@ -173,7 +171,6 @@ def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monke
 def test_an_error_in_the_users_code_is_a_line_with_its_place(
     capsys, caplog, monkeypatch, options, tmp_path
 ):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(topology, "check_port", fails_with(KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
@@ -194,7 +191,6 @@ def test_the_traceback_of_a_wrapped_error_is_that_of_its_cause(monkeypatch, opti
         except ValueError as error:
             raise errors.ConfigError("model blocks:residual: bad shape") from error
 
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     monkeypatch.setattr(topology, "check_port", fail)
     assert main(flat(options)) == errors.USAGE
@@ -215,7 +211,6 @@ def test_the_traceback_of_a_wrapped_error_is_that_of_its_cause(monkeypatch, opti
 def test_what_is_no_exception_in_the_users_code_is_a_line_with_its_place(
     capsys, monkeypatch, options, statement, said
 ):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     Path("ending_blocks.py").write_text(f"def block(*_):\n    {statement}\n")
     monkeypatch.syspath_prepend(Path.cwd())
     monkeypatch.delitem(sys.modules, "ending_blocks", raising=False)
@@ -248,7 +243,6 @@ def test_a_chief_that_a_strategy_does_not_know(capsys, monkeypatch, options):
 def test_where_no_words_can_be_left_the_exit_code_still_arrives(
     capsys, monkeypatch, options, tmp_path, way
 ):
-    monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setattr(topology, "check_port", fails_with(errors.ClusterLostError("a cause")))
     if way == "no room":
         (tmp_path / "termination.txt").symlink_to("/dev/full")
@@ -274,7 +268,7 @@ def test_the_process_ends_with_the_code_of_a_wrong_command_line():
 
 
 def test_the_process_ends_with_the_code_of_its_stage(options):
-    done = run(*flat(options))
+    done = run(*flat(options), TF_CONFIG="")
     assert (done.returncode, done.stdout) == (errors.USAGE, "")
     assert one_line(done.stderr).startswith("flotilla: TF_CONFIG is not set")
 

@@ -1,6 +1,7 @@
 """Storage locations, one per URI scheme, with direct access that bypasses the storage API."""
 
 import shutil
+from contextlib import contextmanager
 
 from flotilla.trainer import storage
 from flotilla.trainer.storage.uri import locate
@@ -49,6 +50,15 @@ class BucketPlace:
     @property
     def plan(self):
         return self.server.plan
+
+    @contextmanager
+    def before_requests(self, act):
+        """Call a function before each request is answered that arrives in the block."""
+        self.plan.before = act
+        try:
+            yield
+        finally:
+            self.plan.before = None
 
     def get(self, uri):
         return self.server.content(self._bucket, locate(uri).key)

@@ -370,9 +370,6 @@ def test_a_download_that_is_damaged_on_the_way_is_fetched_again(make, bucket, ur
 
     seen = []
     bucket.put(target, FILES["a.bin"][:-1] + b"!")
-    bucket.plan.before = heal
-    try:
+    with bucket.before_requests(heal):
         assert fetched(uri, tmp_path) == FILES
-    finally:
-        bucket.plan.before = None
     assert len(seen) == 2

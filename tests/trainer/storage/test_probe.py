@@ -105,11 +105,8 @@ def test_a_probe_that_is_stopped_removes_what_it_wrote(bucket):
         asked.append(request.split()[0])
         probe.stop()
 
-    bucket.plan.before = before
-    try:
+    with bucket.before_requests(before):
         probe.examine()
-    finally:
-        bucket.plan.before = None
     assert "GET" not in asked
     assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
 
@@ -127,11 +124,10 @@ def held_up(bucket, *methods):
             waiting.set()
             free.wait(60)
 
-    bucket.plan.before = before
     try:
-        yield waiting
+        with bucket.before_requests(before):
+            yield waiting
     finally:
-        bucket.plan.before = None
         free.set()
 
 

@@ -50,14 +50,10 @@ def kill_at_random(bucket, source, uri, seed):
             if left[0] == 0:
                 process[0].kill()
 
-    bucket.plan.before = kill
-    try:
+    with bucket.before_requests(kill):
         process.append(start(PUBLISH, str(source), uri, str(seed)))
         begun.set()
         process[0].communicate()
-    finally:
-        begun.set()
-        bucket.plan.before = None
 
 
 def attacked(bucket, make, folder, kills):
@@ -110,12 +106,8 @@ def test_a_concurrent_upload_harms_nobody(bucket, make, tmp_path):
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(storage.publish, quick, uri, kind="x").result()
 
-    bucket.plan.before = opponent
-    try:
-        with pytest.raises(storage.Conflict):
-            storage.publish(slow, uri, kind="x")
-    finally:
-        bucket.plan.before = None
+    with bucket.before_requests(opponent), pytest.raises(storage.Conflict):
+        storage.publish(slow, uri, kind="x")
     assert once.is_set()
     storage.verify(uri)
     assert fetched(uri, tmp_path) == {"x": b"quick"}
@@ -148,11 +140,10 @@ def kill_before_the_manifest(bucket, source, uri):
         if uploaded.is_set() and "MANIFEST" in request:
             process[0].kill()
 
-    bucket.plan.before = kill
-    process.append(start(PUBLISH, str(source), uri, "1"))
-    begun.set()
-    process[0].communicate()
-    bucket.plan.before = None
+    with bucket.before_requests(kill):
+        process.append(start(PUBLISH, str(source), uri, "1"))
+        begun.set()
+        process[0].communicate()
 
 
 def test_what_a_living_process_writes_is_no_garbage(bucket, make, tmp_path):
@@ -166,11 +157,8 @@ def test_what_a_living_process_writes_is_no_garbage(bucket, make, tmp_path):
             with ThreadPoolExecutor(1) as pool:
                 collected.extend(pool.submit(storage.collect_garbage, bucket.root).result())
 
-    bucket.plan.before = collect
-    try:
+    with bucket.before_requests(collect):
         storage.publish(make(files={f"{n}": b"%d" % n for n in range(40)}), uri, kind="x")
-    finally:
-        bucket.plan.before = None
     assert busy.is_set()
     assert collected == []
     assert len(fetched(uri, tmp_path)) == 40

@@ -102,13 +102,10 @@ def test_credentials_that_were_renewed_in_their_file_are_used(place, monkeypatch
         profile.write_text(text.format("second"))
         keys.append(request)
 
-    place.plan.before = before
     place.plan.add(Fault(400, body=EXPIRED))
-    try:
+    with place.before_requests(before):
         storage.write_bytes(uri_in(place), b"1")
         endpoint = find_endpoint(locate(uri_in(place)))
-    finally:
-        place.plan.before = None
     assert len(keys) == 2
     assert s3.client(os.getpid(), endpoint)._get_credentials().access_key == "second"
     s3.client.cache_clear()
