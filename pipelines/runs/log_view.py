@@ -26,8 +26,8 @@ from flotilla.trainer.events.progress import (
 from flotilla.trainer.report.wording import key_metrics, round_value
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.runtime.masking import COLOURS, mask, one_line, printable
-from flotilla.trainer.runtime.noise import is_noise
 from flotilla.trainer.runtime.streams import split_stamp
+from flotilla.trainer.runtime.tensorflow_import import is_noise
 from flotilla.trainer.runtime.user_code import is_users_file
 
 _EXECUTOR = re.compile(r"\[KFP Executor ([\d-]+ [\d:]+,\d{3}) ([A-Z]+)\]: ")

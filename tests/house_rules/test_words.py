@@ -31,7 +31,7 @@ WRITERS = {
     "pipelines/runs/local_child.py": "what a step says, as KFP's local runner has it",
     "trainer/__main__.py": "the entry of a task: its answer is a line of standard output",
     "trainer/export/smoke_request.py": "a program: its answer is a line of standard output",
-    "trainer/runtime/noise.py": "lines of another program, without those that say nothing",
+    "trainer/runtime/tensorflow_import.py": "lines of another program, without noise",
     "trainer/runtime/streams.py": "lines of any process, masked: the one door",
     "trainer/prediction/predict.py": "rows, which a terminal gets with escapes",
 }

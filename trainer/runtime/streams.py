@@ -19,8 +19,8 @@ from copy import copy
 from datetime import UTC, datetime
 from typing import IO, Any, TextIO, cast
 
-from flotilla.trainer.runtime import noise
 from flotilla.trainer.runtime.masking import join_lines, mask
+from flotilla.trainer.runtime.tensorflow_import import QUIET
 
 _STAMP = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),(\d{3}) ")
 _FORMAT = warnings.formatwarning
@@ -59,7 +59,7 @@ def log_to_stderr() -> None:
     sys.excepthook = lambda *bug: logging.critical("unhandled exception", exc_info=bug)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     for handler in logging.getLogger().handlers:
-        handler.addFilter(noise.QUIET)
+        handler.addFilter(QUIET)
         if not isinstance(handler.formatter, _Masked):
             handler.setFormatter(_Masked(handler.formatter or logging.Formatter()))
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from flotilla.trainer.runtime import noise
+from flotilla.trainer.runtime import tensorflow_import
 
 # Output of TensorFlow 2.21 and Keras.
 START = """\
@@ -33,22 +33,22 @@ Epoch 1: loss 0.5
 
 @pytest.mark.parametrize("line", START.splitlines())
 def test_what_libraries_write_at_their_start_is_noise(line):
-    assert noise.is_noise(line)
+    assert tensorflow_import.is_noise(line)
 
 
 @pytest.mark.parametrize("line", SAID.splitlines())
 def test_errors_warnings_and_prints_are_none(line):
-    assert not noise.is_noise(line)
+    assert not tensorflow_import.is_noise(line)
 
 
 def test_each_pattern_has_its_source():
-    assert all(source and pattern for source, pattern in noise.TABLE)
+    assert all(source and pattern for source, pattern in tensorflow_import.TABLE)
 
 
 PROGRAM = """
 import os, sys
-from flotilla.trainer.runtime import noise
-with noise.filter_output():
+from flotilla.trainer.runtime import tensorflow_import
+with tensorflow_import.filter_output():
     os.write(2, b"INFO:tensorflow:Assets written to: x\\n")
     os.write(2, b"a word\\n")
     if sys.argv[1:]:
@@ -76,7 +76,7 @@ def test_what_a_library_says_when_it_ends_the_process_comes_through():
 
 def test_a_logger_is_quiet(caplog):
     logger = logging.getLogger("noisy")
-    logger.addFilter(noise.QUIET)
+    logger.addFilter(tensorflow_import.QUIET)
     logger.warning("Assets written to: %s", "x")
     logger.warning("a word")
     assert [each.getMessage() for each in caplog.records] == ["a word"]
