@@ -270,6 +270,6 @@ class SegmentedRowFile(RowFile):
                 storage.delete(_segment(self._uri, number))
 
 
-def row_file(uri: str) -> RowFile:
+def row_file(uri: str, require: Callable[[], None] = lambda: None) -> RowFile:
     """Return a writer for the rows at `uri`, in a file system or an object store."""
-    return RowFile(uri) if storage.local_path(uri) else SegmentedRowFile(uri)
+    return (RowFile if storage.local_path(uri) else SegmentedRowFile)(uri, require)

@@ -22,9 +22,8 @@ import tensorflow as tf
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import index
-from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, open_checkpoints
 from flotilla.trainer.checkpoints.part_saver import PartServers
-from flotilla.trainer.checkpoints.remote import open_checkpoints
 from flotilla.trainer.cluster import loopback, termination
 from flotilla.trainer.cluster.launcher import Job, is_over, record_end
 from flotilla.trainer.cluster.lease import NoLease

@@ -11,10 +11,9 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import part_saver
-from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.checkpoints import Checkpoints, open_checkpoints
 from flotilla.trainer.checkpoints.part_saver import PartServers
 from flotilla.trainer.checkpoints.part_server import PartServer
-from flotilla.trainer.checkpoints.remote import open_checkpoints
 from tests.stores.fixtures import bucket_name
 
 SHAPES = {"model/table": [1000, 4], "model/dense/kernel": [4, 2], "optimizer/m": [4, 2]}

@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.remote import open_checkpoints
+from flotilla.trainer.checkpoints.checkpoints import open_checkpoints
 from flotilla.trainer.config.model import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task

@@ -6,10 +6,13 @@ from contextlib import nullcontext, suppress
 import pytest
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.checkpoints import Checkpoints
+from flotilla.trainer.checkpoints.checkpoints import (
+    Checkpoints,
+    RemoteCheckpoints,
+    open_checkpoints,
+)
 from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.checkpoints.index import list_checkpoints
-from flotilla.trainer.checkpoints.remote import RemoteCheckpoints, open_checkpoints
 from flotilla.trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from flotilla.trainer.events import CheckpointPassedOver
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
