@@ -23,7 +23,9 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.decisions import MAX_AWAITED, Retention
 from flotilla.trainer.checkpoints.history import (
     HISTORY_FILE,
+    LogFiles,
     RowFile,
+    UploadQueue,
     read_validations,
     row_file,
 )
@@ -39,7 +41,6 @@ from flotilla.trainer.checkpoints.index import (
 )
 from flotilla.trainer.checkpoints.part_saver import PartSaver, PartServers
 from flotilla.trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
-from flotilla.trainer.checkpoints.uploads import LogFiles, UploadQueue
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.embeddings import table_state

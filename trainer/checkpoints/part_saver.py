@@ -36,6 +36,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import part_server
+from flotilla.trainer.checkpoints.history import UploadQueue
 from flotilla.trainer.checkpoints.index import (
     INDEX_FILE,
     KIND,
@@ -58,7 +59,6 @@ from flotilla.trainer.checkpoints.tensor_bundle import (
     make_layout,
     report_file_errors,
 )
-from flotilla.trainer.checkpoints.uploads import UploadQueue
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.runtime.json_records import parse_mapping
 from flotilla.trainer.storage.errors import report_errors

@@ -41,9 +41,14 @@ from typing import Any
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.decisions import Retention
-from flotilla.trainer.checkpoints.history import HISTORY_FILE, RowFile, SegmentedRowFile
+from flotilla.trainer.checkpoints.history import (
+    HISTORY_FILE,
+    LogFiles,
+    RowFile,
+    SegmentedRowFile,
+    UploadQueue,
+)
 from flotilla.trainer.checkpoints.index import KIND, list_checkpoints, read_checkpoint, read_index
-from flotilla.trainer.checkpoints.uploads import LogFiles, UploadQueue
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.config.program import fill as fill_placeholders

@@ -15,9 +15,8 @@ import tensorflow as tf
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import restore_model
-from flotilla.trainer.checkpoints.history import Validations
+from flotilla.trainer.checkpoints.history import LogFiles, Validations
 from flotilla.trainer.checkpoints.index import KIND
-from flotilla.trainer.checkpoints.uploads import LogFiles
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import OVER
 from flotilla.trainer.data.read import evaluation_batches, stage_shards

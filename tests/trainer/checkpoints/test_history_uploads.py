@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.uploads import LogFiles, UploadQueue
+from flotilla.trainer.checkpoints.history import LogFiles, UploadQueue
 from flotilla.trainer.runtime.errors import UserError
 
 
