@@ -29,7 +29,7 @@ import numpy as np
 from benchmarks.tasks import PAGE, ROOT, launched, put
 from flotilla.trainer import storage
 from flotilla.trainer.baselines.rows import Clock, Columns, Rows, batches
-from flotilla.trainer.checkpoints.decisions import select_checkpoint
+from flotilla.trainer.checkpoints.index import select_checkpoint
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.data.read import read_columns, stage_shards
 from flotilla.trainer.evaluation.evaluate import evaluate

@@ -12,12 +12,12 @@ from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import folder_of_run
 from flotilla.components.table import TRAINED
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import (
+from flotilla.trainer.checkpoints.index import (
     SelectedCheckpoint,
+    require_first_weights,
     select_checkpoint,
     select_program_checkpoint,
 )
-from flotilla.trainer.checkpoints.index import require_first_weights
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.code import load_bundle

@@ -4,9 +4,8 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.checkpoints import restore_model
-from flotilla.trainer.checkpoints.decisions import best_first
 from flotilla.trainer.checkpoints.history import read_validations
-from flotilla.trainer.checkpoints.index import read_index
+from flotilla.trainer.checkpoints.index import best_first, read_index
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.data.read import evaluation_batches, stage_shards

@@ -13,7 +13,7 @@ from flotilla.pipelines.cli import app, display, live
 from flotilla.pipelines.cli.run import make_answer
 from flotilla.pipelines.runs.outcome import judge_outcome
 from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.decisions import select_checkpoint
+from flotilla.trainer.checkpoints.index import select_checkpoint
 from flotilla.trainer.config.main_metric import main_first
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Validation, read

@@ -20,7 +20,6 @@ import keras
 import tensorflow as tf
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.decisions import MAX_AWAITED, Retention
 from flotilla.trainer.checkpoints.history import (
     HISTORY_FILE,
     LogFiles,
@@ -30,7 +29,9 @@ from flotilla.trainer.checkpoints.history import (
     row_file,
 )
 from flotilla.trainer.checkpoints.index import (
+    MAX_AWAITED,
     PREFIX,
+    Retention,
     StoredVariable,
     is_data,
     list_checkpoints,

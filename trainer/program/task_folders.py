@@ -40,7 +40,6 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.decisions import Retention
 from flotilla.trainer.checkpoints.history import (
     HISTORY_FILE,
     LogFiles,
@@ -48,7 +47,13 @@ from flotilla.trainer.checkpoints.history import (
     SegmentedRowFile,
     UploadQueue,
 )
-from flotilla.trainer.checkpoints.index import KIND, list_checkpoints, read_checkpoint, read_index
+from flotilla.trainer.checkpoints.index import (
+    KIND,
+    Retention,
+    list_checkpoints,
+    read_checkpoint,
+    read_index,
+)
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.config.program import fill as fill_placeholders

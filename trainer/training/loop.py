@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from flotilla.trainer.checkpoints import warm_start
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
-from flotilla.trainer.checkpoints.decisions import Interval, SaveInterval
+from flotilla.trainer.checkpoints.index import Interval, SaveInterval
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config, TrainingConfig
 from flotilla.trainer.events.progress import Work

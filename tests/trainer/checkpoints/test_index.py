@@ -8,14 +8,19 @@ import tensorflow as tf
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints import index
 from flotilla.trainer.checkpoints.checkpoints import Checkpoints
-from flotilla.trainer.checkpoints.decisions import best_first, select_checkpoint
 from flotilla.trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
     merge_validations,
     read_validations,
 )
-from flotilla.trainer.checkpoints.index import contents, read_index, require_first_weights
+from flotilla.trainer.checkpoints.index import (
+    best_first,
+    contents,
+    read_index,
+    require_first_weights,
+    select_checkpoint,
+)
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import (

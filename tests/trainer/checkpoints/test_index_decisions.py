@@ -5,13 +5,13 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.decisions import (
+from flotilla.trainer.checkpoints.index import (
+    IndexEntry,
     Interval,
     Retention,
     SaveInterval,
     select_checkpoint,
 )
-from flotilla.trainer.checkpoints.index import IndexEntry
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import TrainingConfig
 from flotilla.trainer.runtime.errors import UserError
