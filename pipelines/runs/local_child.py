@@ -28,7 +28,7 @@ from flotilla.components import kfp_internals
 from flotilla.components.records.record import STOPPING
 from flotilla.components.table import FIRST_STAGE, STEPS
 from flotilla.trainer import events
-from flotilla.trainer.cluster import fitting, fork_server, forks
+from flotilla.trainer.cluster import fitting, forks
 from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.cluster.process import MODULES
 from flotilla.trainer.config.form import from_form
@@ -199,11 +199,11 @@ def _server(
     with socket.socket(socket.AF_UNIX) as steps, socket.socket(socket.AF_UNIX) as of_tensorflow:
         for listener, address in ((steps, name), (of_tensorflow, f"{name}.tf")):
             listener.bind(f"\0{address}")
-            listener.listen(fork_server.BACKLOG)
+            listener.listen(forks.BACKLOG)
         numbers = [steps.fileno(), of_tensorflow.fileno()]
         process = subprocess.Popen(
             [
-                sys.executable, "-m", fork_server.__name__, str(folder),
+                sys.executable, "-m", forks.__name__, str(folder),
                 ":".join(map(str, numbers)), ",".join(at_once), ",".join(later),
             ],
             env=_environment(),

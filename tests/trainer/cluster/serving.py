@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from unittest.mock import patch
 
-from flotilla.trainer.cluster import fork_server, forks
+from flotilla.trainer.cluster import forks
 from flotilla.trainer.cluster.forks import Request
 from flotilla.trainer.runtime import signals
 
@@ -36,11 +36,11 @@ def serving(folder, at_once=LOADED, later="", **environment):
     sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
         each.bind(f"\0{address}")
-        each.listen(fork_server.BACKLOG)
+        each.listen(forks.BACKLOG)
     numbers = [each.fileno() for each in sockets]
     names = ":".join(map(str, numbers))
     process = subprocess.Popen(
-        [sys.executable, "-m", fork_server.__name__, str(folder), names, at_once, later],
+        [sys.executable, "-m", forks.__name__, str(folder), names, at_once, later],
         env={
             **os.environ,
             **signals.parent_environment(),

@@ -183,9 +183,9 @@ def test_tensorflow_has_no_thread_before_its_first_operation(tmp_path):
 
 PROGRAM = """
 import os, sys
-from flotilla.trainer.cluster import fork_server
-fork_server.show_command_line(sys.argv[1:])
-fork_server.show_command_line([*sys.argv[1:], "again"])
+from flotilla.trainer.cluster import forks
+forks.show_command_line(sys.argv[1:])
+forks.show_command_line([*sys.argv[1:], "again"])
 # The heap grows after that.
 kept = [bytes(1000) for _ in range(10000)]
 sys.stdout.buffer.write(open("/proc/self/cmdline", "rb").read())
