@@ -2,7 +2,7 @@
 
 A run with a folder below the workdir is local; any other run is on the instance. The KFP client is
 imported only for a remote run, because its import takes about a second. A canceled run stops its
-own cluster: see `trainer/cluster/supervisor.py` for a local run, and
+own cluster: see `trainer/cluster/local.py` for a local run, and
 `components/kubernetes/launcher.py` for a remote one.
 """
 

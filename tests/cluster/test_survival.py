@@ -10,7 +10,7 @@ import pytest
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import read_history
 from flotilla.trainer.cluster.launcher import END_FILE
-from flotilla.trainer.cluster.supervisor import MAX_GROWTH
+from flotilla.trainer.cluster.local import MAX_GROWTH
 from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart, TaskFailed
 from flotilla.trainer.runtime import user_code

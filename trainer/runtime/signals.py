@@ -6,7 +6,7 @@ handlers only record. It passes from the command to the last checkpoint as follo
 1. `flotilla.pipelines.cli.runs` implements the command.
 2. `flotilla.pipelines.runs.control` signals the process group of the run, which includes the
 running step. After Ctrl-C, `flotilla.pipelines.runs.local` does the same.
-3. `flotilla.trainer.cluster.supervisor`, in the process of the step, sends SIGTERM to the leading
+3. `flotilla.trainer.cluster.local`, in the process of the step, sends SIGTERM to the leading
 task and waits until it exits.
 4. `flotilla.trainer.training.chief`, in that task, records the signal (`catch_stop_signals`) for
 its `Hooks.should_stop`.

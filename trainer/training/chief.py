@@ -28,7 +28,7 @@ from flotilla.trainer.cluster import loopback, termination
 from flotilla.trainer.cluster.launcher import Job, is_over, record_end
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.cluster.liveness import STARTING_SECONDS, Peers, probe_peers
-from flotilla.trainer.cluster.supervisor import EVALUATION_SECONDS
+from flotilla.trainer.cluster.local import EVALUATION_SECONDS
 from flotilla.trainer.config.data import DYNAMIC
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.schema import Config

@@ -5,14 +5,14 @@ from unittest.mock import create_autospec
 import pytest
 
 from flotilla.trainer import events
-from flotilla.trainer.cluster import supervisor
+from flotilla.trainer.cluster import local
 from flotilla.trainer.cluster.launcher import record_end
-from flotilla.trainer.cluster.process import TaskProcess
-from flotilla.trainer.cluster.supervisor import (
+from flotilla.trainer.cluster.local import (
     EvaluatorSupervision,
     ServerMemory,
     Supervisor,
 )
+from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.cluster.test_launcher import job_of, publish
@@ -90,20 +90,20 @@ def test_a_leader_with_the_record_is_done(job):
 
 def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_path, monkeypatch):
     record_end(job, publish(job, 20))
-    require, left = supervisor.require_end, tmp_path / "left"
+    require, left = local.require_end, tmp_path / "left"
 
     def noted(*given):
         require(*given)
         left.touch()
 
-    monkeypatch.setattr(supervisor, "require_end", noted)
+    monkeypatch.setattr(local, "require_end", noted)
     leader = f"while ! test -e {left}; do sleep 0.01; done; kill -9 $$"
     supervise(job, leader, worker="exit 0")
 
 
 @pytest.mark.parametrize(("sizes", "waits"), [([7, 7], 1), ([7, 8, 9, 9], 3)])
 def test_an_evaluator_that_logs_evaluations_is_awaited(job, monkeypatch, sizes, waits):
-    monkeypatch.setattr(supervisor, "EVALUATION_SECONDS", 0)
+    monkeypatch.setattr(local, "EVALUATION_SECONDS", 0)
     record_end(job, publish(job, 20))
     evaluator = create_autospec(EvaluatorSupervision, instance=True, running=True)
     evaluator.begin.return_value = None
@@ -118,7 +118,7 @@ def test_an_evaluator_that_cannot_start_is_left_behind(job, monkeypatch):
     monkeypatch.setattr(events, "emit", seen.append)
     record_end(job, publish(job, 20))
     (job.workdir / "evaluator-0").write_text("a file where its folder should be")
-    evaluator = EvaluatorSupervision(Scripted(job, supervisor.EVALUATOR, FOR_EVER))
+    evaluator = EvaluatorSupervision(Scripted(job, local.EVALUATOR, FOR_EVER))
     Supervisor(job, Scripted(job, CHIEF, "exit 0"), [], evaluator).run()
     reason = f"cannot write to {job.workdir / 'evaluator-0'}: File exists"
     assert seen == [events.EvaluatorLeft(reason=reason)]
