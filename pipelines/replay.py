@@ -51,7 +51,7 @@ from flotilla.trainer.config.load import override
 from flotilla.trainer.events import StepBegin, StepEnd
 from flotilla.trainer.events.run_state import reduce_events
 from flotilla.trainer.promotion import lineage, registry
-from flotilla.trainer.runtime import cores, signals, user_code
+from flotilla.trainer.runtime import signals, threads, user_code
 from flotilla.trainer.runtime.errors import (
     DONE,
     ConfigError,
@@ -261,7 +261,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
         cluster["gpus_per_worker"] = 0
     if training["strategy"] == "single":
         return remarks
-    most = {"workers": max(cores.usable(), 2), "parameter_servers": _MOST_SERVERS}
+    most = {"workers": max(threads.usable(), 2), "parameter_servers": _MOST_SERVERS}
     for name, limit in most.items():
         if cluster[name] > limit:
             remarks.append(f"only {limit} of {cluster[name]} {name.replace('_', ' ')} run here")

@@ -23,7 +23,7 @@ from flotilla.trainer.checkpoints import index
 from flotilla.trainer.cluster import process, termination
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.runtime import cores, signals, streams, tensorflow_import, user_code
+from flotilla.trainer.runtime import signals, streams, tensorflow_import, threads, user_code
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
@@ -42,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
     signals.end_at_hang_up()
-    cores.limit_threads()
+    threads.limit_threads()
     tensorflow_import.prepare()
     streams.log_to_stderr()
     try:

@@ -35,8 +35,7 @@ from flotilla.trainer import events
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import StepBegin, StepEnd
 from flotilla.trainer.events.run_state import RunState
-from flotilla.trainer.runtime import cores, signals, streams, tensorflow_import
-from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime import signals, streams, tensorflow_import, threads
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import (
     DONE,
@@ -47,6 +46,7 @@ from flotilla.trainer.runtime.errors import (
     UserError,
 )
 from flotilla.trainer.runtime.masking import mask, one_line
+from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 
@@ -110,7 +110,7 @@ def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
     at = _find_run(given)
     step = Step(**given, at=at)
     signals.end_with_parent()
-    cores.limit_threads()
+    threads.limit_threads()
     tensorflow_import.prepare()
     streams.log_to_stderr()
     try:

@@ -40,7 +40,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from flotilla.trainer.runtime import cores, signals, tensorflow_import
+from flotilla.trainer.runtime import signals, tensorflow_import, threads
 
 # The variable with the server's address, which child processes inherit.
 VARIABLE = "FLOTILLA_FORK_SERVER"
@@ -482,7 +482,7 @@ def _close(connection: socket.socket, descriptors: Sequence[int]) -> None:
 def main() -> None:
     """Serve requests. In a forked process, run its request."""
     signals.end_with_parent()
-    cores.limit_threads()
+    threads.limit_threads()
     tensorflow_import.prepare()
     # Ignore signals sent to the process group, because the server must outlive its tasks.
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -47,7 +47,6 @@ from flotilla.trainer.cluster.process import (
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
 from flotilla.trainer.events.progress import LogLines
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import (
     BEGIN_AGAIN,
     DONE,
@@ -61,6 +60,7 @@ from flotilla.trainer.runtime.errors import (
     error_for_exit,
 )
 from flotilla.trainer.runtime.signals import handle_interrupts
+from flotilla.trainer.runtime.threads import Loop
 
 HOST = "127.0.0.1"
 GRACE_SECONDS = 60.0

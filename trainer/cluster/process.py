@@ -24,7 +24,7 @@ from flotilla.trainer.cluster.launcher import Job, task_command
 from flotilla.trainer.config.cluster import ClusterConfig
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime import cores, signals, user_code
+from flotilla.trainer.runtime import signals, threads, user_code
 from flotilla.trainer.runtime.errors import RETRYABLE, ConfigError, UserError
 from flotilla.trainer.runtime.streams import split_stamp
 
@@ -35,15 +35,15 @@ def core_environment(cluster: Cluster) -> dict[str, str]:
     """Return the variables that limit the threads of a task."""
     tasks = sum(map(len, cluster.spec().values()))
     return {
-        "TF_NUM_INTRAOP_THREADS": str(max(1, cores.usable() // tasks)),
+        "TF_NUM_INTRAOP_THREADS": str(max(1, threads.usable() // tasks)),
         # Set at least 2, because TensorFlow's default on one core is 1, which may deadlock.
-        "TF_NUM_INTEROP_THREADS": str(max(2, cores.present())),
+        "TF_NUM_INTEROP_THREADS": str(max(2, threads.present())),
     }
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
     """Pin a started worker to its own cores, if there are enough cores for all workers."""
-    if own := cores_of_worker(cores.affinity(), cluster.count("worker"), task):
+    if own := cores_of_worker(threads.affinity(), cluster.count("worker"), task):
         # Ignore an error, because the process may already have ended.
         with suppress(OSError):
             os.sched_setaffinity(pid, own)
@@ -308,7 +308,7 @@ class TaskProcess:
             **core_environment(self._cluster),
             # Let gRPC read each message as a whole, which is not slower on a single machine.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
-            **cores.environment(),
+            **threads.environment(),
             **(_SERVER if self._serves else {}),
             **gpu_environment(self._job.config, self.task),
             **signals.parent_environment(),

@@ -57,7 +57,6 @@ from flotilla.trainer.program.task_folders import (
     stage_dataset,
 )
 from flotilla.trainer.runtime import signals, user_code
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import (
     DONE,
     FAILED,
@@ -70,6 +69,7 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
+from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.tracking.tracker import following_training
 

@@ -42,7 +42,6 @@ from flotilla.trainer.features.length import examples_of_step
 from flotilla.trainer.models.registry import freeze, report_bad_input
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime import signals, user_code
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import (
     BEGIN_AGAIN,
     ClusterLostError,
@@ -50,6 +49,7 @@ from flotilla.trainer.runtime.errors import (
     describe_out_of_memory,
 )
 from flotilla.trainer.runtime.streams import say
+from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number

@@ -43,9 +43,9 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task, from_tf_config, leader
 from flotilla.trainer.runtime import signals, streams
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.environment import check_variables
 from flotilla.trainer.runtime.errors import DONE, FAILED, USAGE, ConfigError, UserError
+from flotilla.trainer.runtime.threads import Loop
 
 log = logging.getLogger(__name__)
 # A task is killed before its pod's grace period ends, so that the guard can still write the

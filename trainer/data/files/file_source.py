@@ -34,7 +34,7 @@ from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
 from flotilla.trainer.features.statistics.hashing import comparable_content, hashes
-from flotilla.trainer.runtime import cores
+from flotilla.trainer.runtime import threads
 from flotilla.trainer.runtime.errors import UserError
 
 _ROWS = 1 << 16
@@ -220,9 +220,9 @@ class FileSource(Source):
         total = len(files.files) if files.is_listing else 0
         size = sum(each.size for each in files.files)
         # Threads suffice, because Arrow and Pillow release the GIL while they parse.
-        threads = self._config.runner.processes or cores.usable()
+        count = self._config.runner.processes or threads.usable()
         # `work` exits before the pool. After an error, its `add` then raises and ends the threads.
-        with ThreadPoolExecutor(threads) as pool, Work(what, "rows", total, size=size) as work:
+        with ThreadPoolExecutor(count) as pool, Work(what, "rows", total, size=size) as work:
             yield from pool.map(lambda piece: read(piece, work), files.pieces())
 
     def _scan_files(self) -> Scan:

@@ -26,8 +26,8 @@ from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.runtime.background import Loop
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
+from flotilla.trainer.runtime.threads import Loop
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"

@@ -23,7 +23,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.preparation.parts import map_part
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.events.progress import Work
-from flotilla.trainer.runtime import cores
+from flotilla.trainer.runtime import threads
 from flotilla.trainer.runtime.errors import UserError
 
 # Minimum number of parts per process that makes starting it worthwhile.
@@ -51,7 +51,7 @@ def map_parts(  # noqa: PLR0913
     mapped part. Raises `UserError` if a part cannot be read, or a process was killed.
     """
     processes = config.runner.processes
-    count = min(processes or cores.usable(), len(parts) if processes else len(parts) // _FEWEST)
+    count = min(processes or threads.usable(), len(parts) if processes else len(parts) // _FEWEST)
     mapping = partial(_map, source, folder, config)
     if count < _FEWEST:
         mapping(parts, work.add, lambda part: done(folder / part.folder))

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from flotilla.trainer.runtime.background import Loop
+from flotilla.trainer.runtime.threads import Loop
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime import cores
+from flotilla.trainer.runtime import threads
 
 THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
 
@@ -17,10 +17,10 @@ THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
 @pytest.fixture(autouse=True)
 def machine(monkeypatch, tmp_path):
     """Simulate a machine with 64 CPUs and no limits."""
-    monkeypatch.setattr(cores, "affinity", lambda: list(range(64)))
-    monkeypatch.setattr(cores, "_ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "_OWN", tmp_path / "own")
-    monkeypatch.setattr(cores, "_LIMITED", {})
+    monkeypatch.setattr(threads, "affinity", lambda: list(range(64)))
+    monkeypatch.setattr(threads, "_ROOT", tmp_path / "cgroup")
+    monkeypatch.setattr(threads, "_OWN", tmp_path / "own")
+    monkeypatch.setattr(threads, "_LIMITED", {})
     for name in THREADS:
         monkeypatch.setenv(name, "set again after the test")
         del os.environ[name]
@@ -76,37 +76,37 @@ def groups(folder, own, **files):
 )
 def test_the_smallest_limit_counts(machine, own, files, expected):
     groups(machine, own, **files)
-    assert cores.usable() == expected
+    assert threads.usable() == expected
 
 
 def test_a_system_without_groups_has_no_limit():
-    assert cores.usable() == 64
-    cores.limit_threads()
+    assert threads.usable() == 64
+    threads.limit_threads()
     assert not THREADS & set(os.environ)
 
 
 def test_fewer_processors_than_a_limit_are_what_there_is(machine, monkeypatch):
     groups(machine, "0::/\n", cpu_max="400000 100000")
-    monkeypatch.setattr(cores, "affinity", lambda: [5, 7])
-    assert cores.usable() == 2
+    monkeypatch.setattr(threads, "affinity", lambda: [5, 7])
+    assert threads.usable() == 2
 
 
 def test_threads_are_limited_but_for_what_the_user_has_set(machine):
     groups(machine, "0::/\n", cpu_max="200000 100000")
     os.environ["OMP_NUM_THREADS"] = "1"
     for _ in range(2):
-        cores.limit_threads()
+        threads.limit_threads()
         assert {name: os.environ[name] for name in THREADS} == {
             "TF_NUM_INTRAOP_THREADS": "2",
             "OMP_NUM_THREADS": "1",
         }
         # Thread limits are not passed on, because each task of a cluster sets its own.
-        given = cores.environment()
+        given = threads.environment()
         assert THREADS & set(given) == {"OMP_NUM_THREADS"}
         assert given["PATH"] == os.environ["PATH"]
     os.environ["TF_NUM_INTRAOP_THREADS"] = "7"
-    cores.limit_threads()
-    assert cores.environment()["TF_NUM_INTRAOP_THREADS"] == "7"
+    threads.limit_threads()
+    assert threads.environment()["TF_NUM_INTRAOP_THREADS"] == "7"
 
 
 def test_a_step_keeps_to_the_limit_and_a_task_of_its_cluster_to_its_share(machine):
