@@ -19,9 +19,8 @@ import tensorflow as tf
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import signals
-from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
 from flotilla.trainer.strategies.placement import server_device
-from flotilla.trainer.strategies.self_scheduling import TURN
 
 # Warm-up time in seconds, in which every worker receives its first closures.
 WARM_SECONDS = 3.0

@@ -14,7 +14,7 @@ from benchmarks.scaling.fit import Point
 from benchmarks.scaling.gradient import MODELS
 from benchmarks.watched import Look, watched
 from flotilla.trainer.config.base import MOST
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN
+from flotilla.trainer.strategies.async_parameter_server import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
 # Runs that the constants are not fitted to; they test the predictions.

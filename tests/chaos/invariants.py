@@ -20,7 +20,7 @@ from flotilla.trainer.events import (
     ServersLost,
 )
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
+from flotilla.trainer.strategies.async_parameter_server import MAX_PORTION
 from tests.chaos.grown import Shards, faults_of, grown, lost_between
 from tests.chaos.plan import OUTAGES, Plan
 

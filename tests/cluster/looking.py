@@ -3,9 +3,9 @@
 import psutil
 import tensorflow as tf
 
+from flotilla.trainer.strategies.async_parameter_server import Turns
 from flotilla.trainer.strategies.parameter_server import Served
 from flotilla.trainer.strategies.placement import server_device
-from flotilla.trainer.strategies.self_scheduling import Turns
 from tests.cluster.lead import begin, say
 
 FIRST, MORE = 500, 3000

@@ -20,7 +20,7 @@ from flotilla.trainer.events import AttemptBegin, Restart
 from flotilla.trainer.export.export import export
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN, TURN
+from flotilla.trainer.strategies.async_parameter_server import LONG_RUN, TURN
 from flotilla.trainer.training.journal import MAX_ROWS
 from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Servers, Trial, serving

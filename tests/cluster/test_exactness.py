@@ -11,7 +11,7 @@ from flotilla.trainer.checkpoints.index import newest_checkpoint
 from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, Restart
-from flotilla.trainer.strategies.self_scheduling import MAX_PORTION
+from flotilla.trainer.strategies.async_parameter_server import MAX_PORTION
 from tests.cluster import visited
 from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Outcome, Trial, serving

@@ -22,7 +22,7 @@ from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.events import AttemptBegin, Progress
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
-from flotilla.trainer.strategies.self_scheduling import TURN
+from flotilla.trainer.strategies.async_parameter_server import TURN
 from tests.cluster.pods import CHIEF, pods, why_not
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer.config.topology import Task
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN
+from flotilla.trainer.strategies.async_parameter_server import LONG_RUN
 from tests.cluster.problems import FAILURE
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
 

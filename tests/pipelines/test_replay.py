@@ -51,7 +51,7 @@ def trained(*, debug=False, **sections):
 
 class TestArguments:
     def test_a_job_of_a_cluster_runs_as_processes_with_fewer_tasks(self, monkeypatch):
-        monkeypatch.setattr(replays.cores, "usable", lambda: 4)
+        monkeypatch.setattr(replays.threads, "usable", lambda: 4)
         monkeypatch.setattr(replays, "has_gpus", lambda: False)
         gpus = {"parameter_servers": 5, "gpus_per_worker": 2}
         config, remarks = trained(

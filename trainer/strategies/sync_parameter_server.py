@@ -21,11 +21,11 @@ import tensorflow as tf
 
 from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.strategies.async_parameter_server import LONG_RUN
 from flotilla.trainer.strategies.gradients import Gradient, add_gradients, divide_gradient
 from flotilla.trainer.strategies.input_position import Batches, encode_plan
 from flotilla.trainer.strategies.parameter_server import LoopWatch, Served, worker_number
 from flotilla.trainer.strategies.placement import fetch_value, server_device
-from flotilla.trainer.strategies.self_scheduling import LONG_RUN
 from flotilla.trainer.strategies.strategy import Problem, Report
 
 # The device that holds tokens and announcements and runs the chief's loop.

@@ -49,8 +49,8 @@ def test_others_run_where_there_is_room(role):
 
 @pytest.mark.parametrize(("own", "intra", "inter"), [(1, 1, 64), (8, 2, 64)])
 def test_threads(monkeypatch, own, intra, inter):
-    monkeypatch.setattr(process.cores, "usable", lambda: own)
-    monkeypatch.setattr(process.cores, "present", lambda: 64)
+    monkeypatch.setattr(process.threads, "usable", lambda: own)
+    monkeypatch.setattr(process.threads, "present", lambda: 64)
     found = process.core_environment(CLUSTER)
     assert found == {"TF_NUM_INTRAOP_THREADS": str(intra), "TF_NUM_INTEROP_THREADS": str(inter)}
 

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import keras
 import numpy as np
 
-from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.async_parameter_server import TURN, AsyncParameterServer, Seen
 from flotilla.trainer.strategies.input_position import Tally
-from flotilla.trainer.strategies.self_scheduling import TURN, Seen
 
 LOSS = 2.0
 

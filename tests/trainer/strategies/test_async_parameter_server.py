@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flotilla.trainer.strategies import async_parameter_server
-from flotilla.trainer.strategies.async_parameter_server import LOOK_SECONDS
-from flotilla.trainer.strategies.parameter_server import NUMBER_FILE
-from flotilla.trainer.strategies.self_scheduling import (
+from flotilla.trainer.strategies.async_parameter_server import (
     LONG_RUN,
+    LOOK_SECONDS,
     MAX_PORTION,
     TURN,
     Turns,
@@ -21,6 +20,7 @@ from flotilla.trainer.strategies.self_scheduling import (
     choose_unroll,
     portions,
 )
+from flotilla.trainer.strategies.parameter_server import NUMBER_FILE
 from tests.trainer.strategies.fleet import LOSS, Fleet, Led
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])

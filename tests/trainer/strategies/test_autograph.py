@@ -10,9 +10,8 @@ import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
+from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer, Turns
 from flotilla.trainer.strategies.gradients import build_pulled_gradient
-from flotilla.trainer.strategies.self_scheduling import Turns
 from flotilla.trainer.strategies.strategy import build_gradient, create
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 

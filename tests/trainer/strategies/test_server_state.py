@@ -16,9 +16,9 @@ from flotilla.trainer.config.topology import Cluster, Task, find_topology
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import server_state
+from flotilla.trainer.strategies.async_parameter_server import Turns
 from flotilla.trainer.strategies.parameter_server import Served
 from flotilla.trainer.strategies.placement import KeptValues
-from flotilla.trainer.strategies.self_scheduling import Turns
 from flotilla.trainer.strategies.server_state import STEP, MisfitError, ServerState
 
 ROWS = 6

@@ -9,8 +9,8 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.runtime.errors import ClusterLostError
-from flotilla.trainer.strategies import self_scheduling as module
-from flotilla.trainer.strategies.self_scheduling import (
+from flotilla.trainer.strategies import async_parameter_server as module
+from flotilla.trainer.strategies.async_parameter_server import (
     LOSS,
     OTHERS,
     UPDATES,
