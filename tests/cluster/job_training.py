@@ -30,8 +30,7 @@ def on_engines(
     """Return a mark that runs a test on both engines; each engine may have an additional mark."""
     marks = {"tfjob": tfjob, "jobset": jobset}
     return pytest.mark.parametrize(
-        "engine",
-        [pytest.param(name, marks=[mark] if mark else []) for name, mark in marks.items()],
+        "engine", [pytest.param(name, marks=[mark] if mark else []) for name, mark in marks.items()]
     )
 
 

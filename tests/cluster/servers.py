@@ -130,11 +130,7 @@ class Servers:
         return Leading(process, self.pipes[-1], folder / "log.txt")
 
     def _process(
-        self,
-        task: Task,
-        module: list[str],
-        own: Mapping[str, str],
-        descriptors: Sequence[int] = (),
+        self, task: Task, module: list[str], own: Mapping[str, str], descriptors: Sequence[int] = ()
     ) -> forks.Process:
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)

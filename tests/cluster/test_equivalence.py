@@ -94,8 +94,7 @@ def assert_same_state(outcome: Outcome, other: Outcome, steps: int) -> None:
 
 # Except in long tests, the problems in TASKS run only with synchronous servers (below).
 @pytest.mark.parametrize(
-    "problem",
-    ["stepped", "sharded", *map(long, ["clipped", *TASKS, "embedded", "computed"])],
+    "problem", ["stepped", "sharded", *map(long, ["clipped", *TASKS, "embedded", "computed"])]
 )
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:
@@ -133,11 +132,7 @@ def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
     updates = 4 * TURN + 3
 
     def outcome(steps: int) -> Outcome:
-        training = {
-            "strategy": "async_parameter_server",
-            "steps": steps,
-            "pull_every": pull_every,
-        }
+        training = {"strategy": "async_parameter_server", "steps": steps, "pull_every": pull_every}
         config = {"training": training, "cluster": {"workers": 1}}
         wanted = Trial(config, f"tests.cluster.problems:{problem}", [updates], {"workers": 1})
         return one_worker.lead(wanted)
@@ -268,10 +263,7 @@ def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
 
 def trial_of_towers(strategy: str, problem: str) -> Trial:
     """Return a trial in which each device gets half of a problem's batch."""
-    config = {
-        "training": {"strategy": strategy, "batch_size": BATCH},
-        "cluster": {"workers": 1},
-    }
+    config = {"training": {"strategy": strategy, "batch_size": BATCH}, "cluster": {"workers": 1}}
     arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": 1}
     return Trial(config, "tests.cluster.problems:halved", RUNS, arguments)
 

@@ -29,10 +29,9 @@ def require_plain_run(training, tasks, steps=400):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_engines(tfjob=pytest.mark.long, jobset=pytest.mark.long)
 def test_all_steps_are_trained_with_each_strategy(training, strategy):
-    tasks = {
-        "single": ["chief-0"],
-        "multi_worker_mirrored": ["worker-0", "worker-1"],
-    }.get(strategy, ["chief-0", "ps-0", "worker-0", "worker-1"])
+    tasks = {"single": ["chief-0"], "multi_worker_mirrored": ["worker-0", "worker-1"]}.get(
+        strategy, ["chief-0", "ps-0", "worker-0", "worker-1"]
+    )
     with training.begun(400, training={"strategy": strategy}):
         require_plain_run(training, tasks)
 

@@ -286,12 +286,7 @@ def test_a_function_that_raises(fail):
         "multi_worker_mirrored",
         *(
             pytest.param(name, marks=pytest.mark.long)
-            for name in (
-                "single",
-                "async_parameter_server",
-                "sync_parameter_server",
-                "in_graph",
-            )
+            for name in ("single", "async_parameter_server", "sync_parameter_server", "in_graph")
         ),
     ],
 )

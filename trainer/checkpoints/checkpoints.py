@@ -113,9 +113,7 @@ class Checkpoints:
         self.uri = uri
         self._fingerprint = fingerprint
         self._retention = Retention(
-            newest=keep,
-            unmeasured=MAX_AWAITED if awaited else 0,
-            every_hours=keep_every_hours,
+            newest=keep, unmeasured=MAX_AWAITED if awaited else 0, every_hours=keep_every_hours
         )
         self.scratch = scratch
         self.uploads = UploadQueue()

@@ -152,11 +152,7 @@ def read_index(uri: str, main_metric: str = "") -> list[IndexEntry]:
         measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
         validation = _validation(measured) if "base" not in manifest.fields else {}
         entry = IndexEntry(
-            uri=at,
-            global_step=step,
-            validation=validation,
-            main=main,
-            created=manifest.created_at,
+            uri=at, global_step=step, validation=validation, main=main, created=manifest.created_at
         )
         found.append(entry)
     return found

@@ -359,9 +359,7 @@ class LoopWatch:
     """A thread that ends the chief's wait if a loop on a worker fails."""
 
     def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        stop: Callable[[], Any],
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, stop: Callable[[], Any]
     ) -> None:
         """Start the thread, which calls `stop` once a loop has failed."""
         self.error: Exception | None = None

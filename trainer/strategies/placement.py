@@ -138,9 +138,7 @@ NONE_KEPT = KeptValues()
 
 
 def build_placed_model(
-    build_model: Callable[[], keras.Model],
-    places: Sequence[Place],
-    kept: KeptValues = NONE_KEPT,
+    build_model: Callable[[], keras.Model], places: Sequence[Place], kept: KeptValues = NONE_KEPT
 ) -> keras.Model:
     """Build a model with each variable at its place. Raises `ConfigError` or `ValueError`."""
     left, more = deque(places), 0
@@ -150,10 +148,7 @@ def build_placed_model(
         # Do not raise here: the error would seem to come from the user's model function.
         more += not left
         place = left.popleft() if left else Place("", 0)
-        with (
-            tf.device(server_device(place.server)),
-            _explain_memory(place.path or "a variable"),
-        ):
+        with tf.device(server_device(place.server)), _explain_memory(place.path or "a variable"):
             return next_creator(**kwargs)
 
     with (

@@ -16,13 +16,7 @@ from flotilla.trainer.checkpoints.part_server import PartServer, Reply, Request
 from flotilla.trainer.runtime.errors import ClusterLostError, UserError
 from flotilla.trainer.storage import store
 from flotilla.trainer.storage.errors import PASSING
-from tests.trainer.checkpoints.by_parts import (
-    ON_FIRST,
-    opened,
-    saved,
-    two_servers,
-    variables,
-)
+from tests.trainer.checkpoints.by_parts import ON_FIRST, opened, saved, two_servers, variables
 
 __all__ = ["two_servers"]
 

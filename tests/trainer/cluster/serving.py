@@ -41,11 +41,7 @@ def serving(folder, at_once=LOADED, later="", **environment):
     names = ":".join(map(str, numbers))
     process = subprocess.Popen(
         [sys.executable, "-m", forks.__name__, str(folder), names, at_once, later],
-        env={
-            **os.environ,
-            **signals.parent_environment(),
-            **environment,
-        },
+        env={**os.environ, **signals.parent_environment(), **environment},
         stdin=subprocess.PIPE,
         pass_fds=numbers,
     )

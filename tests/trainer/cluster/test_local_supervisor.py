@@ -7,11 +7,7 @@ import pytest
 from flotilla.trainer import events
 from flotilla.trainer.cluster import local
 from flotilla.trainer.cluster.launcher import record_end
-from flotilla.trainer.cluster.local import (
-    EvaluatorSupervision,
-    ServerMemory,
-    Supervisor,
-)
+from flotilla.trainer.cluster.local import EvaluatorSupervision, ServerMemory, Supervisor
 from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime.errors import ConfigError, UserError
@@ -75,10 +71,7 @@ def test_a_permanent_failure_is_reported_and_not_begun_again(job, monkeypatch):
     assert str(caught.value) == f"{message} (chief-0, log {log})"
     assert seen == [
         events.TaskFailed(
-            task="chief-0",
-            cause="exit code 2",
-            log=str(log),
-            last_lines=(f"flotilla: {message}",),
+            task="chief-0", cause="exit code 2", log=str(log), last_lines=(f"flotilla: {message}",)
         )
     ]
 

@@ -40,10 +40,7 @@ class Fleet:
 
     def look(self) -> Seen:
         return Seen(
-            applied=self.applied,
-            taken=self.next,
-            refused=self.refused,
-            reports=self.reports.copy(),
+            applied=self.applied, taken=self.next, refused=self.refused, reports=self.reports.copy()
         )
 
     def schedule(self, unit: int, args: object) -> None:
