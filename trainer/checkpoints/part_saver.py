@@ -137,13 +137,10 @@ class PartServers:
 
     def restore(self, uri: str, layout: Layout, wanted: Variables) -> None:
         """Assign the values of the checkpoint at `uri` on the servers that hold the variables."""
-        places = {path: find_server(each) or 0 for path, each in wanted.items()}
-
-        def restore_own(server: int) -> None:
-            own = {path: each for path, each in wanted.items() if places[path] == server}
-            self._restore(server, uri, own, layout)
-
-        side_by_side(sorted(set(places.values())), restore_own)
+        own: dict[int, dict[str, tf.Variable]] = {}
+        for path, each in wanted.items():
+            own.setdefault(find_server(each) or 0, {})[path] = each
+        side_by_side(own, lambda server: self._restore(server, uri, own[server], layout))
 
     def _restore(self, server: int, uri: str, own: Variables, layout: Layout) -> None:
         manifest = storage.read_manifest(uri)

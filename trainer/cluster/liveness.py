@@ -19,7 +19,7 @@ import errno
 import os
 import select
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -89,17 +89,12 @@ class Peers:
 
 def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -> Peers:
     """Probe all tasks but `this` in parallel, and wait up to `timeout` seconds for answers."""
-    others = [
+    tasks = [
         Task(role=role, index=index)
         for role, hosts in cluster.addresses.items()
         for index in range(len(hosts))
     ]
-    others.remove(this)
-    return probe(cluster, others, timeout)
-
-
-def probe(cluster: Cluster, tasks: Sequence[Task], timeout: float = ANSWER_SECONDS) -> Peers:
-    """Probe `tasks` in parallel, and wait up to `timeout` seconds for answers."""
+    tasks.remove(this)
     with ThreadPoolExecutor(_MAX_THREADS) as pool:
         answers = list(pool.map(lambda task: _answer(cluster.address(task), timeout), tasks))
 

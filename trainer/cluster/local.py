@@ -77,7 +77,6 @@ MAX_EVALUATOR_RESTARTS = 20
 _SERVERS = ("ps", "worker")
 
 TaskEvent = tuple[TaskProcess, End] | None  # A task and how it ended, or None for a stop request.
-TaskEvents = queue.SimpleQueue[TaskEvent]
 log = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.5
 LineSink = Callable[[str, str], None]
@@ -252,7 +251,7 @@ class Supervisor:
         self._leader = leader
         self._others = others
         self._evaluator = evaluator
-        self._events: TaskEvents = queue.SimpleQueue()
+        self._events = queue.SimpleQueue[TaskEvent]()
         self._memory = ServerMemory()
         self._restarts = 0
         # For each task, the number of restarts of all tasks before it was last started.

@@ -101,8 +101,7 @@ class Stream:
     def resume(self, saved: Any, uri: str) -> Stream:
         """Return the stream at the `saved` position, or unchanged if `saved` has another order."""
         fields = saved if isinstance(saved, Mapping) else {}
-        own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
-        other = [name for name, value in own.items() if fields.get(name) != value]
+        other = [name for name, value in self._order.items() if fields.get(name) != value]
         if other:
             log.warning(
                 "%s has no input position for this order of the examples (%s differs): starting "
@@ -116,8 +115,11 @@ class Stream:
 
     def to_json(self, position: Position) -> dict[str, Any]:
         """Return a position as JSON fields for a checkpoint."""
-        own = {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
-        return {**own, **asdict(position)}
+        return {**self._order, **asdict(position)}
+
+    @property
+    def _order(self) -> dict[str, Any]:
+        return {"partition": DYNAMIC, "of": self.examples, "seed": self.seed, "run": self.run}
 
     def epoch(self, position: Position) -> float:
         """Return the number of epochs visited so far, with a fraction for the current one."""
