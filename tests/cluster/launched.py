@@ -5,12 +5,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import psutil
+import pytest
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.history import read_history
@@ -117,3 +118,18 @@ def launched(
             yield Launched(process, pipe, folder, checkpoints)
         finally:
             process.kill()
+
+
+def run_to_end(
+    config: dict[str, Any], dataset: str, folder: Path, checkpoints: str = ""
+) -> Launched:
+    """Launch a configuration, and return the launcher once it has ended with exit code 0."""
+    with launched(config, dataset, folder, checkpoints) as run:
+        code, said = run.end()
+    assert code == 0, said
+    return run
+
+
+def some_of(names: Iterable[str], *quick: str) -> list[Any]:
+    """Return parameters of a test, of which only those in `quick` are not long."""
+    return [each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in names]

@@ -237,19 +237,12 @@ class Pods:
             **self.environment,
         }
         uris = ["--dataset", self.dataset, "--checkpoints", self.checkpoints]
-        stage = ["--config", str(self.folder / "config.json"), "--workdir"]
+        workdir = ["--workdir", str(self.folder / str(task))]
+        stage = ["--config", str(self.folder / "config.json"), *workdir]
         inside = ["ip", "netns", "exec", namespace, sys.executable]
         with (self.folder / f"{task}.log").open("ab") as log:
             return subprocess.Popen(
-                [
-                    *inside,
-                    "-m",
-                    "flotilla.trainer",
-                    "task",
-                    *stage,
-                    str(self.folder / str(task)),
-                    *uris,
-                ],
+                [*inside, "-m", "flotilla.trainer", "task", *stage, *uris],
                 env=settings,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

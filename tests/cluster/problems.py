@@ -64,15 +64,14 @@ def seeded(build: Callable[[], keras.Model]) -> Callable[[], keras.Model]:
     return model
 
 
+def network(*layers: keras.layers.Layer) -> keras.Model:
+    return keras.Sequential([keras.layers.Input((FEATURES,)), *layers])
+
+
 @seeded
 def two_layers() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input((FEATURES,)),
-            keras.layers.Dense(5, activation="tanh", name="hidden"),
-            keras.layers.Dense(CLASSES, name="logits"),
-        ]
-    )
+    hidden = keras.layers.Dense(5, activation="tanh", name="hidden")
+    return network(hidden, keras.layers.Dense(CLASSES, name="logits"))
 
 
 def problem(
@@ -178,14 +177,8 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
     @seeded
     def model() -> keras.Model:
         decay = keras.regularizers.L2(0.1)
-        return keras.Sequential(
-            [
-                keras.layers.Input((FEATURES,)),
-                keras.layers.Dense(5, activation="tanh", kernel_regularizer=decay),
-                Idle(),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
+        hidden = keras.layers.Dense(5, activation="tanh", kernel_regularizer=decay)
+        return network(hidden, Idle(), keras.layers.Dense(CLASSES))
 
     return replace(
         dealt(batch_size, workers),
@@ -199,14 +192,8 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
 
     @seeded
     def model() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.layers.Input((FEATURES,)),
-                keras.layers.Dense(5),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
+        layers = keras.layers
+        return network(layers.Dense(5), layers.BatchNormalization(), layers.Dense(CLASSES))
 
     return replace(dealt(batch_size, workers), build_model=model)
 
@@ -225,14 +212,8 @@ def embedded(
 
     @seeded
     def model() -> keras.Model:
-        return keras.Sequential(
-            [
-                keras.layers.Input((4,), dtype="int64"),
-                table(ROWS, 3),
-                keras.layers.Flatten(),
-                keras.layers.Dense(CLASSES),
-            ]
-        )
+        layers = [table(ROWS, 3), keras.layers.Flatten(), keras.layers.Dense(CLASSES)]
+        return keras.Sequential([keras.layers.Input((4,), dtype="int64"), *layers])
 
     def batches() -> tf.data.Dataset:
         random = np.random.default_rng(0)
@@ -254,8 +235,7 @@ def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
 
     @seeded
     def model() -> keras.Model:
-        hidden = keras.layers.Dense(5, activation="tanh")
-        return keras.Sequential([keras.layers.Input((FEATURES,)), hidden, keras.layers.Dense(2)])
+        return network(keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(2))
 
     data = (examples(count)[0], numbers, weights)
     task = Regression(target, standardize=True)
@@ -350,10 +330,7 @@ def dropped(batch_size: int = 8) -> Problem:
     @seeded
     def model() -> keras.Model:
         layers = keras.layers
-        shape = layers.Input((FEATURES,))
-        return keras.Sequential(
-            [shape, layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(CLASSES)]
-        )
+        return network(layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(CLASSES))
 
     def batches() -> tf.data.Dataset:
         random = np.random.default_rng(0)

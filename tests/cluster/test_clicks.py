@@ -17,7 +17,7 @@ from flotilla.trainer.evaluation.evaluate import evaluate
 from flotilla.trainer.events import WarmStart
 from flotilla.trainer.export.export import export
 from flotilla.trainer.promotion import gate
-from tests.cluster.launched import launched
+from tests.cluster.launched import run_to_end
 
 pytestmark = [
     pytest.mark.long,
@@ -34,9 +34,7 @@ def exported(tmp_path_factory):
     """Return the folder with the exported model, the evaluation and the export."""
     folder = tmp_path_factory.mktemp("clicks")
     dataset = prepare(CONFIG.data, storage.uri_of(folder), folder / "scratch").uri
-    with launched(CONFIG.model_dump(mode="json"), dataset, folder) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(CONFIG.model_dump(mode="json"), dataset, folder)
     checkpoint, _ = newest_checkpoint(run.checkpoints)
     places = {name: storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")}
     scratch = folder / "scratch"
@@ -99,9 +97,7 @@ def night(folder, day, *assignments, champion=""):
     folder.mkdir()
     dataset = prepare(config.data, storage.uri_of(folder), folder / "scratch")
     assert dataset.manifest.fields["version"] == f"1.1.{day}"
-    with launched(config.model_dump(mode="json"), dataset.uri, folder) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(config.model_dump(mode="json"), dataset.uri, folder)
     checkpoint, _ = newest_checkpoint(run.checkpoints)
     places = [storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")]
     scratch = folder / "scratch"

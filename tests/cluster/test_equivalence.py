@@ -22,7 +22,7 @@ from flotilla.trainer.promotion import gate
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED
 from flotilla.trainer.strategies.async_parameter_server import LONG_RUN, TURN
 from flotilla.trainer.training.journal import MAX_ROWS
-from tests.cluster.launched import Launched, launched
+from tests.cluster.launched import Launched, launched, run_to_end, some_of
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -217,20 +217,12 @@ def state(run: Launched) -> dict[str, np.ndarray]:
 
 
 def trained(strategy: str, steps: int, dataset: str, folder: Path) -> Launched:
-    with launched(settings(strategy, steps), dataset, folder) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(settings(strategy, steps), dataset, folder)
     assert run.newest() == steps
     return run
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(each, marks=pytest.mark.long if each in SEEN_ELSEWHERE else ())
-        for each in STRATEGIES
-    ],
-)
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, *{*STRATEGIES} - SEEN_ELSEWHERE))
 def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy):
     run = trained(strategy, 300, dataset, tmp_path)
     before = state(run)
@@ -307,12 +299,6 @@ UPDATES_BATCH = 16
 LED = ["async_parameter_server", "sync_parameter_server", "in_graph"]
 
 
-def some_of(strategies: list[str], *quick: str) -> list[object]:
-    return [
-        each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in strategies
-    ]
-
-
 def trial_of_updates(
     strategy: str, name: str, size: int, workers: int = 1, **training: object
 ) -> Trial:
@@ -376,12 +362,8 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     kept = {path: each for path, each in outcome.variables.items() if path not in scale}
     assert_same_state(replace(outcome, variables=kept), whole, sum(UPDATES_RUNS))
     workers = outcome.reports[-1]["metrics"]["workers"]
-    assert workers == {
-        "worker-0": {
-            "local_steps": sum(UPDATES_RUNS),
-            "examples": sum(UPDATES_RUNS) * UPDATES_BATCH,
-        }
-    }
+    steps = sum(UPDATES_RUNS)
+    assert workers == {"worker-0": {"local_steps": steps, "examples": steps * UPDATES_BATCH}}
 
 
 @pytest.mark.parametrize("strategy", some_of(["single", *LED], "single", "in_graph"))

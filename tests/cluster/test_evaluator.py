@@ -13,7 +13,7 @@ from flotilla.trainer.evaluation import evaluate
 from flotilla.trainer.events import AttemptBegin, Restart, Validation
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks import registry as tasks
-from tests.cluster.launched import launched
+from tests.cluster.launched import launched, run_to_end
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -66,9 +66,7 @@ def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
         "optimizer": {"name": "sgd", "learning_rate": 1e-30},
         "patience": 2,
     }
-    with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end({**SETTINGS, "training": training}, dataset, tmp_path)
     losses = [row["validation_loss"] for row in read_validations(run.checkpoints)]
     assert len(losses) >= 3
     assert len(set(losses)) == 1

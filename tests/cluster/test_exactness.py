@@ -13,7 +13,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, Restart
 from flotilla.trainer.strategies.async_parameter_server import MAX_PORTION
 from tests.cluster import visited
-from tests.cluster.launched import Launched, launched
+from tests.cluster.launched import Launched, launched, run_to_end, some_of
 from tests.cluster.servers import Outcome, Trial, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -60,9 +60,7 @@ def test_each_strategy_goes_on_from_the_checkpoint_of_another(dataset, tmp_path)
     for number, strategy in enumerate([*STRATEGIES, STRATEGIES[0]]):
         steps = CHAIN_STEPS * (number + 1)
         sizes = {"in_process": strategy in IN_PROCESS, "workers": 3 if strategy == SYNC else 2}
-        with launched(settings(strategy, steps, **sizes), dataset, tmp_path) as run:
-            code, said = run.end()
-        assert code == 0, said
+        run = run_to_end(settings(strategy, steps, **sizes), dataset, tmp_path)
         (attempt,) = run.events(AttemptBegin)
         assert (attempt.resumed, attempt.global_step) == (number > 0, steps - CHAIN_STEPS)
         assert counted(run) == steps
@@ -149,10 +147,8 @@ def require_once(run: Launched, batches: int, *, lost: int = 0) -> None:
     more = int(seen.sum()) - (position["visited"] - gaps)
     assert 0 <= more <= lost * MAX_PORTION * visited.BATCH
     assert 0 <= int(seen.sum()) - batches * visited.BATCH <= lost * visited.BATCH
-    least, most = (
-        position["visited"] // visited.EXAMPLES,
-        -(-position["visited"] // visited.EXAMPLES),
-    )
+    least = position["visited"] // visited.EXAMPLES
+    most = -(-position["visited"] // visited.EXAMPLES)
     # An example may have fewer visits only if it is in a gap, and more visits only if it was
     # repeated.
     assert np.maximum(least - seen, 0).sum() <= gaps
@@ -169,10 +165,7 @@ AVERAGED = {
 }
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(each, marks=() if each == SYNC else pytest.mark.long) for each in STRATEGIES],
-)
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, SYNC))
 def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy):
     steps, batches = 0, 0
     for more, workers, averaged in zip((100, 110), (2, 3), AVERAGED[strategy], strict=True):
@@ -186,9 +179,7 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
             training={"replicas_to_aggregate": 2 if strategy == SYNC else 0},
             cluster={"workers": workers},
         )
-        with launched(config, numbers, tmp_path) as run:
-            code, said = run.end()
-        assert code == 0, said
+        run = run_to_end(config, numbers, tmp_path)
         require_once(run, batches)
     assert run.history()[-1]["epoch"] == batches * visited.BATCH / visited.EXAMPLES
 

@@ -11,7 +11,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.cluster import lease
 from flotilla.trainer.cluster.lease import lease_uri
 from flotilla.trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
-from tests.cluster.launched import SECONDS, launched
+from tests.cluster.launched import SECONDS, launched, run_to_end
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -62,9 +62,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
     assert code == 130, said
     assert len(run.events(AttemptBegin)) == 1
     assert [each.released for each in holders(run)] == [True]
-    with launched(SETTINGS, dataset, tmp_path / "third", run.checkpoints) as third:
-        code, said = third.end()
-    assert code == 0, said
+    run_to_end(SETTINGS, dataset, tmp_path / "third", run.checkpoints)
 
 
 def left_elsewhere(run):

@@ -12,9 +12,10 @@ import tensorflow as tf
 
 from flotilla.trainer import events, storage
 from flotilla.trainer.checkpoints.index import newest_checkpoint
+from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.events import AttemptBegin, Restart, UserCodeFailed
 from flotilla.trainer.runtime import user_code
-from tests.cluster.launched import SECONDS, launched
+from tests.cluster.launched import SECONDS, launched, some_of
 from tests.cluster.strangers import open_ports, other_addresses, reached
 from tests.conftest import ROOT
 from tests.trainer.telemetry.test_metrics import scrape
@@ -280,16 +281,7 @@ def test_a_function_that_raises(fail):
     assert 'raise ValueError("no weights here")' in failed.traceback
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        "multi_worker_mirrored",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("single", "async_parameter_server", "sync_parameter_server", "in_graph")
-        ),
-    ],
-)
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, "multi_worker_mirrored"))
 def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy):
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))

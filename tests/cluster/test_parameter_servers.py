@@ -12,7 +12,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import CHIEF, PS, by_hand
-from tests.cluster.launched import launched
+from tests.cluster.launched import run_to_end
 from tests.cluster.looking import MORE
 from tests.cluster.problems import values_of
 from tests.cluster.servers import serving
@@ -73,9 +73,7 @@ def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path,
             tasks.start(task, tasks.flags(task))
         monkeypatch.setenv("TF_CONFIG", cluster.tf_config(CHIEF))
         for name in ("one", "two"):
-            with launched(config, dataset, tmp_path / name) as run:
-                code, said = run.end()
-            assert code == 0, said
+            run = run_to_end(config, dataset, tmp_path / name)
             assert run.newest() == STEPS
             assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
         assert [process.poll() for process in tasks.processes.values()] == [None] * 3
@@ -126,9 +124,7 @@ def test_a_server_that_is_killed_while_it_publishes_leaves_the_checkpoint_before
 @pytest.mark.timeout(1200)
 @pytest.mark.long
 def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
-    with launched(settings_of_parts(20), dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(settings_of_parts(20), dataset, tmp_path)
     first = contents(run.checkpoints)
     assert len(first.parts) == 2
     # The updates are too small to change a value, so each checkpoint equals the restored one.
@@ -144,9 +140,7 @@ def test_any_number_of_servers_and_every_strategy_resume(dataset, tmp_path):
     for strategy, servers, parts in strategies:
         steps += 20
         config = settings_of_parts(steps, servers, strategy=strategy, **still)
-        with launched(config, dataset, tmp_path) as run:
-            code, said = run.end()
-        assert code == 0, said
+        run = run_to_end(config, dataset, tmp_path)
         begun = run.events(AttemptBegin)
         assert [each.global_step for each in begun] == [steps - 20]
         found = contents(run.checkpoints)

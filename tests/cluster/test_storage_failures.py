@@ -11,7 +11,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart
 from flotilla.trainer.runtime.errors import TransientError
-from tests.cluster.launched import launched
+from tests.cluster.launched import launched, run_to_end
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 
@@ -61,9 +61,7 @@ def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     assert "No space left on device" in said
     assert not run.events(Restart)
     filler.unlink()
-    with launched(settings_of_disk(last + EVERY), dataset, tmp_path) as again:
-        code, said = again.end()
-    assert code == 0, said
+    again = run_to_end(settings_of_disk(last + EVERY), dataset, tmp_path)
     assert [event.global_step for event in again.events(AttemptBegin)] == [last]
     assert again.newest() == last + EVERY
 

@@ -15,7 +15,7 @@ from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart, TaskFailed
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import INTERRUPTED
-from tests.cluster.launched import SECONDS, launched
+from tests.cluster.launched import SECONDS, launched, run_to_end, some_of
 from tests.cluster.test_job import PUBLISHED
 from tests.kubernetes.cluster import shared
 from tests.pipelines.called import Called, call, calling, setting
@@ -63,8 +63,6 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
 
 
 COMPLETION_STEPS = 60
-# `make test-long` runs the other strategies.
-QUICK = ("multi_worker_mirrored",)
 MODULE = """
 import os
 import signal
@@ -92,10 +90,7 @@ def model(spec):
 """
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [pytest.param(each, marks=() if each in QUICK else pytest.mark.long) for each in STRATEGIES],
-)
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, "multi_worker_mirrored"))
 def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
     dataset, tmp_path, monkeypatch, strategy
 ):
@@ -103,9 +98,7 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     training = {"strategy": strategy, "steps": COMPLETION_STEPS, "validate_every": 0}
     config = {"model": {"name": "ends:model"}, "training": training, "cluster": {"workers": 2}}
-    with launched(config, dataset, tmp_path / "run") as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(config, dataset, tmp_path / "run")
     assert run.newest() == COMPLETION_STEPS
     path = tmp_path / "run" / "checkpoints" / END_FILE
     assert json.loads(path.read_text(encoding="utf-8"))["global_step"] == COMPLETION_STEPS

@@ -9,8 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -96,15 +96,39 @@ def _can_mount() -> bool:
     return tried.returncode == 0
 
 
-def _said(
-    process: subprocess.Popen[str], log: Path, ceiling: float | None = None
-) -> dict[str, int]:
-    assert process.stdout is not None
-    ready, _, _ = select.select([process.stdout], [], [], ceiling)
-    line = process.stdout.readline() if ready else ""
-    assert line, log.read_text(encoding="utf-8")[-3000:]
-    found: dict[str, int] = json.loads(line)
-    return found
+@contextmanager
+def asking(
+    command: list[str], log: Path, **variables: str
+) -> Iterator[Callable[[float | None], None]]:
+    """Run `tests.cluster.asks` up to its first answer; yield a function that asks again."""
+    own = {**signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller", **variables}
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **own},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+
+    def require_answer(ceiling: float | None = None) -> None:
+        ready, _, _ = select.select([process.stdout], [], [], ceiling)
+        line = process.stdout.readline() if ready else ""
+        assert line, log.read_text(encoding="utf-8")[-3000:]
+        assert json.loads(line)["devices"] > 0
+
+    def ask_again(ceiling: float | None) -> None:
+        process.stdin.write("again\n")
+        process.stdin.flush()
+        require_answer(ceiling)
+
+    try:
+        require_answer()
+        yield ask_again
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @pytest.fixture
@@ -130,28 +154,14 @@ def test_a_channel_finds_a_task_at_its_new_address(server, tmp_path):
     hosts.write_text(f"127.0.0.2 {NAME}\n", encoding="utf-8")
     relays = [Relay("127.0.0.2", 0, server)]
     asks = f"{sys.executable} -m tests.cluster.asks grpc://{NAME}:{relays[0].port}"
-    log = tmp_path / "log.txt"
-    with log.open("wb") as errors:
-        process = subprocess.Popen(
-            [*MOUNTED, f"mount --bind '{hosts}' /etc/hosts && exec {asks}"],
-            env={**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+    command = [*MOUNTED, f"mount --bind '{hosts}' /etc/hosts && exec {asks}"]
     try:
-        assert _said(process, log)["devices"] > 0
-        relays[0].close()
-        relays.append(Relay("127.0.0.3", relays[0].port, server))
-        hosts.write_text(f"127.0.0.3 {NAME}\n", encoding="utf-8")
-        assert process.stdin is not None
-        process.stdin.write("again\n")
-        process.stdin.flush()
-        assert _said(process, log, CEILING)["devices"] > 0
+        with asking(command, tmp_path / "log.txt") as ask_again:
+            relays[0].close()
+            relays.append(Relay("127.0.0.3", relays[0].port, server))
+            hosts.write_text(f"127.0.0.3 {NAME}\n", encoding="utf-8")
+            ask_again(CEILING)
     finally:
-        process.kill()
-        process.communicate()
         for each in relays:
             each.close()
 
@@ -249,32 +259,13 @@ def relay(server):
 def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answered(
     relay, tmp_path
 ):
-    with (tmp_path / "log.txt").open("wb") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "tests.cluster.asks", f"grpc://127.0.0.1:{relay.port}"],
-            env={
-                **os.environ,
-                **signals.parent_environment(),
-                "GRPC_FAIL_FAST": "use_caller",
-                # gRPC also pings to probe the bandwidth. The probe is disabled, because it would
-                # end the call only if it happened to be in progress.
-                liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0",
-            },
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
-    try:
-        assert json.loads(process.stdout.readline())["devices"] > 0
+    command = [sys.executable, "-m", "tests.cluster.asks", f"grpc://127.0.0.1:{relay.port}"]
+    # gRPC also pings to probe the bandwidth. The probe is disabled, because it would end the call
+    # only if it happened to be in progress.
+    channels = {liveness.CHANNELS: f"{options(1)},grpc.http2.bdp_probe=0"}
+    with asking(command, tmp_path / "log.txt", **channels) as ask_again:
         relay.lose()
-        process.stdin.write("again\n")
-        process.stdin.flush()
-        assert select.select([process.stdout], [], [], CUT_OFF_CEILING)[0], "the call does not end"
-        assert json.loads(process.stdout.readline())["devices"] > 0
-    finally:
-        process.kill()
-        process.communicate()
+        ask_again(CUT_OFF_CEILING)
 
 
 def settings_of_cut_off(strategy: str) -> dict[str, object]:

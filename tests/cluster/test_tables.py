@@ -15,11 +15,11 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.config.schema import STRATEGIES
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.data.prepare import prepare
-from flotilla.trainer.events import Progress, Restart, WarmStart
+from flotilla.trainer.events import WarmStart
 from flotilla.trainer.models.registry import reset_uids
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.runtime import signals
-from tests.cluster.launched import launched
+from tests.cluster.launched import run_to_end, some_of
 from tests.cluster.lookups import DIMENSION
 from tests.cluster.problems import GROWING_BATCH, TABLE, ids_of, net, values_of
 from tests.cluster.servers import CHIEF, Servers, Trial, serving
@@ -122,7 +122,7 @@ def test_a_step_moves_more_for_a_larger_batch(asynchronous):
 
 
 @pytest.mark.parametrize(
-    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+    "strategy", some_of(["in_graph", "sync_parameter_server"], "sync_parameter_server")
 )
 def test_no_table_moves_where_the_chief_applies_the_updates(relayed, strategy):
     small, large = measured(relayed, strategy, [(SMALL, BATCH), (LARGE, BATCH)])
@@ -214,8 +214,6 @@ def test_it_grows_under_the_synchronous_strategies(servers, strategy):
     grown(servers.lead(trial(strategy, [20, 100], 2, 2)))
 
 
-# `make test-long` runs the other cases.
-QUICK = ("async_parameter_server",)
 FROZEN = ["dense/*", "batch_normalization/*"]
 
 
@@ -232,10 +230,7 @@ def pretrained(tmp_path_factory):
     return file
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
-)
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, "async_parameter_server"))
 def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
     pretrained, dataset, tmp_path, strategy
 ):
@@ -258,9 +253,8 @@ def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
             np.testing.assert_array_equal(value, variable.numpy(), err_msg=variable.path)
 
 
+ASYNC = "async_parameter_server"
 CLICKS = DataConfig(dataset="clicks", shards=2)
-# The only strategy without a chief. `make test-long` runs the others.
-LED_DIFFERENTLY = ("multi_worker_mirrored",)
 NET = {"name": "tests.cluster.problems:net"}
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
@@ -278,9 +272,7 @@ def trained(folder, dataset, *, steps, strategy, model=NET, **training):
         },
         "cluster": {"parameter_servers": 2, "workers": 2},
     }
-    with launched(config, dataset, folder) as run:
-        code, said = run.end()
-    assert code == 0, said
+    run = run_to_end(config, dataset, folder)
     return {step: uri for uri, step in list_checkpoints(run.checkpoints)}, run
 
 
@@ -313,13 +305,8 @@ def require_begun_with(uri, found, run):
     assert any((last[key] != first[key]).any() for key in first)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        each if each in LED_DIFFERENTLY else pytest.param(each, marks=pytest.mark.long)
-        for each in STRATEGIES
-    ],
-)
+# The only strategy without a chief. `make test-long` runs the others.
+@pytest.mark.parametrize("strategy", some_of(STRATEGIES, "multi_worker_mirrored"))
 def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, strategy):
     model, dataset, uri = digits
     found, run = trained(
@@ -328,32 +315,10 @@ def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, stra
     require_begun_with(uri, found, run)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param("single", marks=pytest.mark.long),
-        "async_parameter_server",
-        pytest.param("in_graph", marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("strategy", some_of(["single", ASYNC, "in_graph"], ASYNC))
 def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
     model, dataset, uri = clicks
     found, run = trained(
         tmp_path, dataset, steps=20, strategy=strategy, model=model, warm_start=uri
     )
     require_begun_with(uri, found, run)
-
-
-def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
-    _, dataset, uri = digits
-    config = {
-        "model": {"name": "softmax"},
-        "training": {"strategy": "single", "steps": 100, "warm_start": uri},
-    }
-    with launched(config, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 2
-    assert said.count("\n") == 1
-    assert said.startswith(f"training.warm_start: {uri} is the checkpoint of another model: it has")
-    assert run.events(Restart) == run.events(Progress) == []
-    assert list_checkpoints(run.checkpoints) == []

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: training never waits for it, and no saved checkpoint is lost."""
 
+import json
 import threading
 from contextlib import nullcontext, suppress
 
@@ -312,3 +313,39 @@ def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
     assert not [each for each in after if each.startswith(("PUT", "POST", "DELETE"))]
     with pytest.raises(LeaseLostError):
         kept.history.begin([ROW])
+
+
+def test_what_the_evaluator_measured_is_asked_for_in_the_background(of, uri, server):
+    kept = of()
+    row = {"global_step": 5, "created": "x", "validation_loss": 0.5}
+    storage.write_bytes(storage.join(uri, "validation.jsonl"), f"{json.dumps(row)}\n".encode())
+    asked, answered = threading.Event(), threading.Event()
+
+    def before(request):
+        if "validation.jsonl" in request:
+            asked.set()
+            assert answered.wait(60)
+
+    server.plan.before = before
+    try:
+        assert kept.read_validations() == []
+        assert asked.wait(60)
+        assert kept.read_validations() == []
+    finally:
+        answered.set()
+        server.plan.before = None
+    with kept.flush_at_end():
+        pass
+    assert kept.read_validations() == [row]
+
+
+def test_training_goes_on_where_the_evaluator_cannot_be_asked(of, server, monkeypatch, caplog):
+    kept = of()
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    server.plan.add(Fault(503, path="validation.jsonl", times=-1))
+    try:
+        with kept.flush_at_end():
+            assert kept.read_validations() == []
+    finally:
+        server.plan.clear()
+    assert "has not been available" in caplog.text

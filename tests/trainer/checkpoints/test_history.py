@@ -25,7 +25,11 @@ from tests.stores.fixtures import bucket_name
 
 
 def row(step, **metrics):
-    return {"global_step": step, "loss": 1 / step, "seconds": step / 10, **metrics}
+    return {"global_step": step, "loss": 0.5, "seconds": step / 10, **metrics}
+
+
+def read(uri_file):
+    return [each["global_step"] for each in read_rows(uri_file, lambda row: "global_step" in row)]
 
 
 @pytest.fixture
@@ -53,10 +57,6 @@ def test_each_row_is_in_the_file_at_once(uri):
         assert lines(uri) == read_history(uri) == growing.rows
         assert len(growing.rows) == count
     assert growing.seconds() == 3.0
-
-
-def test_the_file_is_all_that_is_left(uri):
-    History(uri, start=0).add(row(10))
     assert [path.name for path in storage.local_path(uri).iterdir()] == [HISTORY_FILE]
 
 
@@ -126,17 +126,6 @@ for number in range(1_000_000):
 """
 
 
-def row_rows(step):
-    return {"global_step": step, "seconds": step / 10, "loss": 0.5}
-
-
-def read(uri_rows):
-    return [
-        each["global_step"]
-        for each in read_rows(uri_rows, lambda row_rows: "global_step" in row_rows)
-    ]
-
-
 @contextmanager
 def bytes_written():
     """Count the bytes that this thread writes, as the kernel reports them."""
@@ -152,68 +141,68 @@ def bytes_written():
 
 
 @pytest.fixture
-def uri_rows(tmp_path):
+def uri_file(tmp_path):
     return storage.uri_of(tmp_path / "history.jsonl")
 
 
 class TestInAFileSystem:
-    def test_a_row_costs_a_row_and_not_the_file(self, uri_rows):
-        file = RowFile(uri_rows)
-        file.begin(map(row_rows, range(10_000)))
-        before = storage.local_path(uri_rows).stat()
+    def test_a_row_costs_a_row_and_not_the_file(self, uri_file):
+        file = RowFile(uri_file)
+        file.begin(map(row, range(10_000)))
+        before = storage.local_path(uri_file).stat()
         with bytes_written() as written:
-            file.append(row_rows(10_000))
+            file.append(row(10_000))
         assert written[0] < 1000
-        assert storage.local_path(uri_rows).stat().st_ino == before.st_ino
-        assert read(uri_rows) == list(range(10_001))
+        assert storage.local_path(uri_file).stat().st_ino == before.st_ino
+        assert read(uri_file) == list(range(10_001))
 
-    def test_a_line_that_was_cut_short_takes_no_other_along(self, uri_rows, caplog):
-        storage.local_path(uri_rows).write_bytes(b'{"global_step": 1}\n{"global_st')
+    def test_a_line_that_was_cut_short_takes_no_other_along(self, uri_file, caplog):
+        storage.local_path(uri_file).write_bytes(b'{"global_step": 1}\n{"global_st')
         # The line may simply be incomplete, so there is no warning.
-        assert (read(uri_rows), caplog.text) == ([1], "")
-        RowFile(uri_rows).append(row_rows(3))
-        assert read(uri_rows) == [1, 3]
+        assert (read(uri_file), caplog.text) == ([1], "")
+        RowFile(uri_file).append(row(3))
+        assert read(uri_file) == [1, 3]
         assert "line 2\n" in caplog.text
 
     @pytest.mark.parametrize("limit", [1, 20])
-    def test_a_full_disk_leaves_the_rows_as_they_were(self, uri_rows, limit):
-        file = RowFile(uri_rows)
-        file.begin([row_rows(1)])
-        path = storage.local_path(uri_rows)
+    def test_a_full_disk_leaves_the_rows_as_they_were(self, uri_file, limit):
+        file = RowFile(uri_file)
+        file.begin([row(1)])
+        path = storage.local_path(uri_file)
         before = path.read_bytes()
         ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + limit, limits[1]))
         try:
             with pytest.raises(UserError, match="cannot write"):
-                file.append(row_rows(2))
+                file.append(row(2))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
             signal.signal(signal.SIGXFSZ, ignored)
         assert path.read_bytes() == before
-        file.append(row_rows(2))
-        assert read(uri_rows) == [1, 2]
+        file.append(row(2))
+        assert read(uri_file) == [1, 2]
 
-    def test_a_kill_loses_no_row_that_was_added(self, uri_rows):
+    def test_a_kill_loses_no_row_that_was_added(self, uri_file):
         writer = subprocess.Popen(
-            [sys.executable, "-c", WRITER, uri_rows], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", WRITER, uri_file], stdout=subprocess.PIPE, text=True
         )
         with writer:
             last = next(line for line in writer.stdout if int(line) >= 20)
             writer.kill()
             last = [last, *writer.stdout][-1]
-        found = read(uri_rows)
+        found = read(uri_file)
         assert found == list(range(len(found)))
         assert len(found) > int(last)
 
     @pytest.mark.parametrize("there", ["folder", "fifo", "loop"])
-    def test_what_is_no_file_is_one_line(self, uri_rows, there):
-        path = storage.local_path(uri_rows)
+    def test_what_is_no_file_is_one_line(self, uri_file, there):
+        path = storage.local_path(uri_file)
         {"folder": path.mkdir, "fifo": lambda: os.mkfifo(path), "loop": lambda: loop(path)}[there]()
         with pytest.raises(UserError, match=r"^cannot read .*history\.jsonl"):
-            read(uri_rows)
+            read(uri_file)
         with pytest.raises(UserError, match=r"^cannot write .*history\.jsonl"):
-            RowFile(uri_rows).append(row_rows(1))
+            RowFile(uri_file).append(row(1))
 
 
 def loop(path):
@@ -222,7 +211,7 @@ def loop(path):
 
 class TestInAnObjectStore:
     @pytest.fixture(params=["gcs", "s3"])
-    def uri_rows(self, request):
+    def uri_file(self, request):
         bucket, server = bucket_name(), request.getfixturevalue(request.param)
         server.create_bucket(bucket)
         scheme, options = {"gcs": ("gs", ""), "s3": ("s3", "?region=us-east-1")}[request.param]
@@ -240,74 +229,70 @@ class TestInAnObjectStore:
         )
         return sizes
 
-    def test_nothing_is_sent_before_the_upload(self, uri_rows, monkeypatch):
+    def test_nothing_is_sent_before_the_upload(self, uri_file, monkeypatch):
         sizes = self.sent(monkeypatch)
-        file = SegmentedRowFile(uri_rows)
+        file = SegmentedRowFile(uri_file)
         file.upload()
-        file.begin([row_rows(1)])
-        file.append(row_rows(2))
-        assert (sizes, read(uri_rows)) == ([], [])
+        file.begin([row(1)])
+        file.append(row(2))
+        assert (sizes, read(uri_file)) == ([], [])
         file.upload()
-        assert read(uri_rows) == [1, 2]
+        assert read(uri_file) == [1, 2]
 
-    def test_the_bytes_grow_with_the_rows_and_not_with_their_square(self, uri_rows, monkeypatch):
+    def test_the_bytes_grow_with_the_rows_and_not_with_their_square(self, uri_file, monkeypatch):
         sizes = self.sent(monkeypatch)
-        file = SegmentedRowFile(uri_rows)
+        file = SegmentedRowFile(uri_file)
         file.begin([])
         for step in range(300):
-            file.append(row_rows(step))
+            file.append(row(step))
             if step % 10 == 9:
                 file.upload()
-        assert read(uri_rows) == list(range(300))
+        assert read(uri_file) == list(range(300))
         # Each of 30 uploads sends the new rows and repeats at most one segment.
         assert max(sizes) < 1100
         assert sum(sizes) < 30 * 1500
 
-    def test_another_attempt_leaves_no_segment_of_the_one_before(self, uri_rows):
-        first = SegmentedRowFile(uri_rows)
-        first.begin(map(row_rows, range(200)))
-        first.upload()
-        again = SegmentedRowFile(uri_rows)
-        again.begin(map(row_rows, range(30)))
-        again.upload()
-        assert read(uri_rows) == list(range(30))
-        again.append(row_rows(30))
-        again.upload()
-        assert read(uri_rows) == list(range(31))
-        assert len(storage.names(storage.parent_of(uri_rows))) == 2
+    @staticmethod
+    def uploaded(uri_file, count):
+        """Upload this number of rows as a new attempt."""
+        file = SegmentedRowFile(uri_file)
+        file.begin(map(row, range(count)))
+        file.upload()
+        return file
 
-    def test_no_segment_stays_where_the_rows_end_with_one(self, uri_rows):
-        first = SegmentedRowFile(uri_rows)
-        first.begin(map(row_rows, range(200)))
-        first.upload()
-        size = len(storage.read_bytes(uri_rows).splitlines())
-        again = SegmentedRowFile(uri_rows)
-        again.begin(map(row_rows, range(size)))
+    def test_another_attempt_leaves_no_segment_of_the_one_before(self, uri_file):
+        self.uploaded(uri_file, 200)
+        again = self.uploaded(uri_file, 30)
+        assert read(uri_file) == list(range(30))
+        again.append(row(30))
         again.upload()
-        assert read(uri_rows) == list(range(size))
+        assert read(uri_file) == list(range(31))
+        assert len(storage.names(storage.parent_of(uri_file))) == 2
 
-    def test_a_gap_hides_no_segment_of_an_earlier_attempt(self, uri_rows):
-        first = SegmentedRowFile(uri_rows)
-        first.begin(map(row_rows, range(200)))
-        first.upload()
-        storage.delete(uri_rows.replace(".jsonl", ".2.jsonl"))
-        again = SegmentedRowFile(uri_rows)
-        again.begin([row_rows(0)])
-        again.upload()
-        assert storage.names(storage.parent_of(uri_rows)) == [storage.name_of(uri_rows)]
+    def test_no_segment_stays_where_the_rows_end_with_one(self, uri_file):
+        self.uploaded(uri_file, 200)
+        size = len(storage.read_bytes(uri_file).splitlines())
+        self.uploaded(uri_file, size)
+        assert read(uri_file) == list(range(size))
 
-    def test_a_row_that_comes_during_an_upload_is_sent_by_the_next(self, uri_rows, monkeypatch):
-        file = SegmentedRowFile(uri_rows)
-        file.begin(map(row_rows, range(25)))
+    def test_a_gap_hides_no_segment_of_an_earlier_attempt(self, uri_file):
+        self.uploaded(uri_file, 200)
+        storage.delete(uri_file.replace(".jsonl", ".2.jsonl"))
+        self.uploaded(uri_file, 1)
+        assert storage.names(storage.parent_of(uri_file)) == [storage.name_of(uri_file)]
+
+    def test_a_row_that_comes_during_an_upload_is_sent_by_the_next(self, uri_file, monkeypatch):
+        file = SegmentedRowFile(uri_file)
+        file.begin(map(row, range(25)))
         write = storage.write_bytes
 
         def while_it_is_sent(at, data):
             write(at, data)
-            file.append(row_rows(99))
+            file.append(row(99))
 
         monkeypatch.setattr(storage, "write_bytes", while_it_is_sent)
         file.upload()
         monkeypatch.setattr(storage, "write_bytes", write)
         file.upload()
-        assert read(uri_rows)[:25] == list(range(25))
-        assert set(read(uri_rows)[25:]) == {99}
+        assert read(uri_file)[:25] == list(range(25))
+        assert set(read(uri_file)[25:]) == {99}

@@ -32,6 +32,15 @@ from tests.trainer.checkpoints.by_parts import (
 __all__ = ["in_bucket", "two_servers"]
 
 
+def require_restored(found, servers, value):
+    """Restore a checkpoint, and check that each of its values is `value`; return its step."""
+    fresh = variables(0, 0.0)
+    restore(found, fresh, io_device=None, servers=servers)
+    for path, shape in SHAPES.items():
+        np.testing.assert_array_equal(fresh[path], np.full(shape, value))
+    return int(fresh["global_step"])
+
+
 def test_each_server_writes_a_file_of_what_it_holds(tmp_path, two_servers):
     made = saved(tmp_path, two_servers, variables(10))
     manifest = storage.verify(made.last)
@@ -72,11 +81,7 @@ def test_either_form_is_read_either_way(tmp_path, two_servers, by_parts, read_by
     again = opened(tmp_path, two_servers if read_by_parts else None)
     found = again.newest()
     assert (found.global_step, found.apart) == (10, read_by_parts)
-    fresh = variables(0, 0.0)
-    restore(found, fresh, io_device=None, servers=again.servers)
-    assert int(fresh["global_step"]) == 10
-    for path in fresh.keys() - {"global_step"}:
-        np.testing.assert_array_equal(fresh[path], np.full(fresh[path].shape, 2.0))
+    assert require_restored(found, again.servers, 2.0) == 10
 
 
 def test_servers_that_do_not_answer_leave_it_to_the_chief(tmp_path, two_servers):
@@ -84,11 +89,8 @@ def test_servers_that_do_not_answer_leave_it_to_the_chief(tmp_path, two_servers)
     two_servers._are_ready = False
     found = opened(tmp_path, two_servers).newest()
     assert found.apart
-    fresh = variables(0, 0.0)
-    restore(found, fresh, io_device=None, servers=two_servers)
-    np.testing.assert_array_equal(fresh[ON_FIRST], np.full([1000, 4], 2.0))
-    fresh["global_step"].assign(20)
-    made.save(fresh, io_device=None, fields={})
+    require_restored(found, two_servers, 2.0)
+    made.save(variables(20), io_device=None, fields={})
     assert (contents(made.uri).global_step, len(contents(made.uri).parts)) == (20, 1)
 
 
@@ -102,10 +104,7 @@ def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
         for path in held.keys() - {"global_step"}:
             held[path].assign_add(tf.ones_like(held[path]))
         held[ON_FIRST].scatter_add(tf.IndexedSlices(tf.ones([1, 4]), [0]))
-    fresh = variables(0, 0.0)
-    restore(made.newest(), fresh, io_device=None, servers=two_servers)
-    for path in fresh.keys() - {"global_step"}:
-        np.testing.assert_array_equal(fresh[path], np.ones(fresh[path].shape))
+    require_restored(made.newest(), two_servers, 1.0)
 
 
 def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
@@ -176,9 +175,7 @@ def test_a_folder_that_does_not_answer_for_a_while_is_written_again(
     monkeypatch.setattr(tf.raw_ops, "SaveV2", save)
     made = saved(tmp_path, two_servers, variables(10, 2.0))
     assert len(tried) == 3
-    fresh = variables(0, 0.0)
-    restore(made.newest(), fresh, io_device=None, servers=two_servers)
-    np.testing.assert_array_equal(fresh["optimizer/m"], np.full([4, 2], 2.0))
+    require_restored(made.newest(), two_servers, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +271,7 @@ def test_servers_upload_and_fetch_their_own_parts(in_bucket, tmp_path):
     found = again.newest()
     assert found.apart
     assert sorted(each.name for each in found.folder.iterdir()) == ["variables.index"]
-    fresh = variables(0, 0.0)
-    restore(found, fresh, io_device=None, servers=again.servers)
-    for path, shape in SHAPES.items():
-        np.testing.assert_array_equal(fresh[path], np.full(shape, 10.0))
+    require_restored(found, again.servers, 10.0)
     assert left(tmp_path) == ["ready.json"]
     # A process without servers reads the whole checkpoint.
     whole = storage.fetch(found.uri, tmp_path / "whole")
@@ -439,10 +433,7 @@ def test_parts_of_an_attempt_that_died_are_in_no_other_checkpoint(in_bucket, tmp
     manifest = storage.verify(uri)
     named = sorted(each.stored_at for each in manifest.files)
     assert storage.names(uri) == sorted([*named, "MANIFEST.json"])
-    found = in_bucket("third").newest()
-    fresh = variables(0, 0.0)
-    restore(found, fresh, io_device=None, servers=again.servers)
-    np.testing.assert_array_equal(fresh[ON_FIRST], np.full(SHAPES[ON_FIRST], 20.0))
+    require_restored(in_bucket("third").newest(), again.servers, 20.0)
 
 
 def test_a_commit_whose_answer_was_lost_is_no_conflict(in_bucket, gcs):

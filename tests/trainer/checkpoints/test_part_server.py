@@ -3,6 +3,7 @@
 import base64
 import errno
 import os
+from contextlib import contextmanager
 
 import pytest
 
@@ -25,34 +26,37 @@ def waiting(folder):
     return PartServer(folder, "ps-0")
 
 
-def with_part(folder):
+def with_part(folder, index=b"index"):
     server = waiting(folder)
     (folder / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    (folder / "parts/one.index").write_bytes(b"index")
+    (folder / "parts/one.index").write_bytes(index)
     return server
+
+
+@contextmanager
+def publishing(folder):
+    """Yield a request to publish the part, and a list of replies, which are committed."""
+    uri, replies = storage.uri_of(folder / "there"), []
+    with storage.draft(uri) as draft:
+        yield Request(action="publish", uri=draft, prefix="parts/one", name="data"), replies
+        entries = [each.entry for each in replies]
+        storage.commit(draft, uri, kind="checkpoint", files=entries, fields={})
+    assert storage.read_file(uri, "data") == b"values"
 
 
 def test_a_part_is_published_and_its_index_returned(tmp_path):
     server = with_part(tmp_path)
-    uri = storage.uri_of(tmp_path / "there")
-    with storage.draft(uri) as draft:
-        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
-        reply = answered(server, tmp_path, "a", request)
-        storage.commit(draft, uri, kind="checkpoint", files=[reply.entry], fields={})
-    assert storage.read_file(uri, "data") == b"values"
+    with publishing(tmp_path) as (request, replies):
+        replies.append(reply := answered(server, tmp_path, "a", request))
     assert base64.b64decode(reply.index) == b"index"
     assert not list((tmp_path / "parts").glob("one*"))
 
 
 @pytest.mark.parametrize("size", [0, 1000])
 def test_what_is_done_is_answered_when_there_is_room_again(tmp_path, size):
-    server = waiting(tmp_path)
     index = b"index" * 1000
-    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    (tmp_path / "parts/one.index").write_bytes(index)
-    uri = storage.uri_of(tmp_path / "there")
-    with storage.draft(uri) as draft:
-        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+    server = with_part(tmp_path, index)
+    with publishing(tmp_path) as (request, replies):
         asked, there = (tmp_path / "parts" / each / "a.json" for each in ("requests", "replies"))
         asked.write_text(request.to_json(), encoding="utf-8")
         with room_for(size):
@@ -64,21 +68,17 @@ def test_what_is_done_is_answered_when_there_is_room_again(tmp_path, size):
             assert reply.error.startswith("ps-0: cannot write its reply: File too large; free")
         else:
             assert there.read_text() == request.to_json()
-        reply = answered(server, tmp_path, "b", request)
-        storage.commit(draft, uri, kind="checkpoint", files=[reply.entry], fields={})
+        replies.append(reply := answered(server, tmp_path, "b", request))
     assert base64.b64decode(reply.index) == index
-    assert storage.read_file(uri, "data") == b"values"
 
 
 def test_what_is_not_done_is_done_again(tmp_path):
-    server = waiting(tmp_path)
-    (tmp_path / "parts/one.data-00000-of-00001").write_bytes(b"values")
-    uri = storage.uri_of(tmp_path / "there")
-    with storage.draft(uri) as draft:
-        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
+    server = with_part(tmp_path)
+    (tmp_path / "parts/one.index").unlink()
+    with publishing(tmp_path) as (request, replies):
         assert "one.index" in answered(server, tmp_path, "a", request).error
         (tmp_path / "parts/one.index").write_bytes(b"index")
-        assert not answered(server, tmp_path, "b", request).error
+        replies.append(answered(server, tmp_path, "b", request))
 
 
 @pytest.mark.parametrize("prefix", ["", "parts", "parts/../x", "x", "parts/replies"])
@@ -138,13 +138,10 @@ def test_what_its_disk_refuses_is_one_line(tmp_path, monkeypatch, number):
 
 def test_a_request_that_comes_again_is_answered_once(tmp_path):
     server = with_part(tmp_path)
-    uri = storage.uri_of(tmp_path / "there")
-    with storage.draft(uri) as draft:
-        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
-        first = answered(server, tmp_path, "a", request)
+    with publishing(tmp_path) as (request, replies):
+        replies.append(answered(server, tmp_path, "a", request))
         # A moved file cannot be moved again, so the server must repeat its first reply.
-        assert answered(server, tmp_path, "a", request) == first
-        assert not first.error
+        assert answered(server, tmp_path, "a", request) == replies[0]
     assert not list((tmp_path / "parts/requests").iterdir())
 
 
@@ -158,9 +155,8 @@ def test_what_is_published_is_published_where_its_index_cannot_be_removed(tmp_pa
         unlink(path, **named)
 
     monkeypatch.setattr(part_server.Path, "unlink", refuse)
-    with storage.draft(storage.uri_of(tmp_path / "there")) as draft:
-        request = Request(action="publish", uri=draft, prefix="parts/one", name="data")
-        assert not answered(server, tmp_path, "a", request).error
+    with publishing(tmp_path) as (request, replies):
+        replies.append(answered(server, tmp_path, "a", request))
 
 
 def test_a_request_that_is_not_whole_waits(tmp_path):

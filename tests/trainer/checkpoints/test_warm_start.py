@@ -54,27 +54,17 @@ def refused(run, uri):
     return line
 
 
-def test_it_takes_the_weights_and_begins_at_global_step_0(run, before):
-    assert run.train(steps=20, keep=100, warm_start=checkpoint_of(before)) == 20
+def test_it_takes_the_weights_begins_at_global_step_0_and_says_so(run, before):
+    uri = checkpoint_of(before)
+    assert run.train(steps=20, keep=100, warm_start=uri) == 20
     assert run.steps() == [0, 10, 20]
     assert [run.weight(step) for step in run.steps()] == [15.0, 20.0, 25.0]
     (attempt,) = run.events(AttemptBegin)
     assert (attempt.global_step, attempt.resumed) == (0, False)
-
-
-def test_it_is_logged_and_in_every_manifest(run, before):
-    uri = checkpoint_of(before)
-    run.train(steps=20, keep=100, warm_start=uri)
     (event,) = run.events(WarmStart)
     assert event == WarmStart(uri=uri, taken=1, what="1 variable loaded")
     assert {run.fields(step)["warmed_from"] for step in run.steps()} == {uri}
     assert run.fields(20)["warm_start"] == "1 variable loaded"
-
-
-def test_a_run_without_one_says_so(run):
-    run.train(steps=10)
-    assert (run.fields(10)["warmed_from"], run.fields(10)["warm_start"]) == ("", "")
-    assert run.events(WarmStart) == []
 
 
 def test_a_resumed_run_ignores_it_and_keeps_its_origin(run, before):
@@ -92,7 +82,8 @@ def test_a_run_that_began_without_one_takes_none_later(run, before):
     run.train(steps=20, keep=100)
     run.train(steps=40, keep=100, warm_start=checkpoint_of(before))
     assert run.weight(40) == 20.0
-    assert run.fields(40)["warmed_from"] == ""
+    assert (run.fields(40)["warmed_from"], run.fields(40)["warm_start"]) == ("", "")
+    assert run.events(WarmStart) == []
 
 
 def test_one_that_is_not_there(run, before):
@@ -159,28 +150,17 @@ def test_a_seed_that_this_model_lacks_is_left(run, tmp_path):
 
 
 def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
-    model = net(units=4)
-    uri = publish_checkpoint(tmp_path / "checkpoints", net(units=5))
+    model = net_parts(units=4)
+    uri = publish_checkpoint(tmp_path / "checkpoints", net_parts(units=5))
     found = warm_start.fetch_weights(uri, tmp_path / "scratch")
-    named = {f"model/{variable.path}": variable.value for variable in model.variables}
     with pytest.raises(UserError, match=r"hidden/kernel has shape \[3, 5\], not \[3, 4\]"):
-        warm_start.load(found, named, io_device=None)
-
-
-def net(units=4):
-    layers = [
-        keras.Input((3,)),
-        keras.layers.Dense(units, name="hidden"),
-        keras.layers.BatchNormalization(name="norm"),
-        keras.layers.Dense(2, name="out"),
-    ]
-    return keras.Sequential(layers, name="net")
+        warm_start.load(found, named(model), io_device=None)
 
 
 def test_all_state_of_the_model_is_taken_and_none_of_the_optimizer(tmp_path):
     earlier, optimizer = trained()
     uri = published(tmp_path, checkpoint_variables(earlier, optimizer))
-    fresh = net()
+    fresh = net_parts()
     begun = keras.optimizers.Adam()
     begun.build(fresh.trainable_variables)
     untouched = [variable.numpy().tolist() for variable in begun.variables]
@@ -194,7 +174,7 @@ def test_all_state_of_the_model_is_taken_and_none_of_the_optimizer(tmp_path):
 
 def trained():
     """Return a model in which every variable has changed, and its optimizer."""
-    model = net()
+    model = net_parts()
     optimizer = keras.optimizers.Adam(0.1)
     for _ in range(3):
         with tf.GradientTape() as tape:

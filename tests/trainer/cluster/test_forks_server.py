@@ -4,7 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -48,41 +48,50 @@ def test_the_interrupt_of_a_run_ends_the_copy_and_not_the_server(server, tmp_pat
     server.process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGTERM)
     assert process.wait(SECONDS) == -signal.SIGTERM
-    again = Asked(folder=tmp_path)
-    assert again.fork(server.first)
-    again.says()
+    require_serving(server, tmp_path)
+
+
+@contextmanager
+def starting(server, folder):
+    """Yield the connection of a starter, and the descriptor of the process that it has started."""
+    with connected(server) as starter:
+        asked = Asked(folder=folder)
+        with asked.descriptors() as output:
+            forks.send(starter, asked.wanted, output)
+        assert select.select([starter], [], [], HELD)[0]
+        _, descriptor = forks.receive_number(starter)
+        asked.says()
+        yield descriptor
+
+
+def connected(server):
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.connect(f"\0{server.first}")
+    return made
+
+
+def require_serving(server, folder):
+    asked = Asked(folder=folder)
+    assert asked.fork(server.first)
+    asked.says()
 
 
 def test_a_copy_ends_with_its_starter_also_when_it_is_stopped(server, tmp_path):
-    asked = Asked(folder=tmp_path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
-        starter.connect(f"\0{server.first}")
-        with asked.descriptors() as output:
-            forks.send(starter, asked.wanted, output)
-        pid, descriptor = forks.receive_number(starter)
-        asked.says()
-        os.kill(pid, signal.SIGSTOP)
+    with starting(server, tmp_path) as descriptor:
+        signal.pidfd_send_signal(descriptor, signal.SIGSTOP)
     assert has_ended(descriptor)
     os.close(descriptor)
 
 
 def test_a_copy_and_its_starter_that_end_at_once_do_not_end_the_server(server, tmp_path):
-    asked = Asked(folder=tmp_path)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
-        starter.connect(f"\0{server.first}")
-        with asked.descriptors() as output:
-            forks.send(starter, asked.wanted, output)
-        _, descriptor = forks.receive_number(starter)
-        asked.says()
+    with starting(server, tmp_path) as descriptor:
         # Stop the server, as if it were busy loading a module.
         server.process.send_signal(signal.SIGSTOP)
         signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         assert has_ended(descriptor)
     os.close(descriptor)
     server.process.send_signal(signal.SIGCONT)
-    again = Asked(folder=tmp_path)
-    assert again.fork(server.first)
-    again.says()
+    require_serving(server, tmp_path)
 
 
 def test_a_copy_ends_with_a_server_that_is_killed(server, tmp_path):
@@ -118,34 +127,22 @@ def test_what_it_has_not_loaded_it_does_not_fork(server, tmp_path):
 
 
 def test_a_request_that_is_none_is_dropped(server, tmp_path):
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        stranger.connect(f"\0{server.first}")
+    with connected(server) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10)
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(SECONDS)
         with pytest.raises((ConnectionError, OSError)):
             forks.receive_number(stranger)
-    asked = Asked(folder=tmp_path)
-    assert asked.fork(server.first)
-    asked.says()
+    require_serving(server, tmp_path)
 
 
 def test_one_that_sends_nothing_holds_nobody(server, tmp_path):
     assert Asked(folder=tmp_path).fork(server.first)
     with ExitStack() as silent:
         for sent in (b"", b"\0" * 3):
-            stranger = silent.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            stranger.connect(f"\0{server.first}")
-            stranger.sendall(sent)
+            silent.enter_context(connected(server)).sendall(sent)
         # A server that handled requests one by one would first wait for the timeouts of the others.
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
-            starter.connect(f"\0{server.first}")
-            asked = Asked(folder=tmp_path)
-            with asked.descriptors() as output:
-                forks.send(starter, asked.wanted, output)
-            assert select.select([starter], [], [], HELD)[0]
-            _, descriptor = forks.receive_number(starter)
-            asked.says()
+        with starting(server, tmp_path) as descriptor:
             os.close(descriptor)
 
 

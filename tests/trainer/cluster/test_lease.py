@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -132,11 +133,8 @@ def test_of_many_at_once_one_acquires_it(uri):
         except LeaseHeldError as error:
             refusals.append(str(error))
 
-    threads = [threading.Thread(target=try_it, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(try_it, range(8)))
     assert len(acquired) == 1
     assert len(refusals) == 7
     acquired[0].check()
@@ -298,11 +296,6 @@ def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
     assert holders(elsewhere) == {0: None}
 
 
-def holders_by_name(uri):
-    found = holders(uri)
-    return {f"{number:06d}.json": holder for number, holder in found.items()}
-
-
 @EVERY
 def test_no_number_comes_twice(uri, clock):
     """If the first holder writes late, it does not replace another holder's file."""
@@ -315,12 +308,12 @@ def test_no_number_comes_twice(uri, clock):
     third.release()
     clock.time += LEASE_SECONDS + ABANDONED_SECONDS
     fourth = clock.acquire("digits-4")
-    assert list(holders_by_name(uri)) == ["000004.json"]
+    assert list(holders(uri)) == [4]
     storage.write_bytes(at, late)
     lost(first.check)
     fourth.check()
     fourth.renew()
-    assert holders_by_name(uri)["000004.json"].run == "digits-4"
+    assert holders(uri)[4].run == "digits-4"
 
 
 def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypatch):
@@ -336,15 +329,13 @@ def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, clock, monkeypat
 
     monkeypatch.setattr(storage, "create_bytes", late)
     clock.acquire("digits-3").check()
-    assert {name: each.run for name, each in holders_by_name(uri).items()} == {
-        "000004.json": "digits-3"
-    }
+    assert {number: each.run for number, each in holders(uri).items()} == {4: "digits-3"}
 
 
 def test_what_was_given_back_stays_for_a_day(uri, clock):
     clock.acquire("digits-1").release()
     assert remove_expired(uri) == []
-    assert len(holders_by_name(uri)) == 1
+    assert len(holders(uri)) == 1
     old = Clock(storage.join(uri, "other"))
     old.time -= LEASE_SECONDS + ABANDONED_SECONDS
     old.acquire("digits-0").release()
@@ -402,15 +393,13 @@ def test_a_holder_that_was_killed_is_known_to_be_dead(here, monkeypatch, tmp_pat
     assert event.reason == "has ended"
 
 
-def test_a_dead_process_of_another_machine_is_waited_for(here, monkeypatch):
-    monkeypatch.setattr(lease, "writer", lambda: "another-boot.4026531836/1/77")
-    Lease(here, "digits-1").acquire()
-    refused(Lease(here, "digits-2").acquire)
-
-
-def test_a_system_without_process_start_times_waits_too(here, monkeypatch):
-    monkeypatch.setattr(local, "_machine", lambda: "")
-    assert local.writer() == ""
+@pytest.mark.parametrize("where", ["another machine", "a system without process start times"])
+def test_a_process_that_may_live_elsewhere_is_waited_for(here, monkeypatch, where):
+    if where == "another machine":
+        monkeypatch.setattr(lease, "writer", lambda: "another-boot.4026531836/1/77")
+    else:
+        monkeypatch.setattr(local, "_machine", lambda: "")
+        assert local.writer() == ""
     Lease(here, "digits-1").acquire()
     refused(Lease(here, "digits-2").acquire)
 

@@ -93,20 +93,21 @@ THIS = Task(role="chief", index=0)
 
 
 @pytest.fixture
-def stack():
+def listening():
+    """Return a function that returns a listening socket and its address."""
     with ExitStack() as opened:
-        yield opened
+
+        def listen():
+            server = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
+            return server, f"127.0.0.1:{server.getsockname()[1]}"
+
+        yield listen
 
 
-def listening(stack):
-    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-    return server, f"127.0.0.1:{server.getsockname()[1]}"
-
-
-def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
-    _, stopped = listening(stack)
-    living, answers = listening(stack)
-    closed, gone = listening(stack)
+def test_a_task_that_listens_and_sends_nothing_is_silent(listening):
+    _, stopped = listening()
+    living, answers = listening()
+    closed, gone = listening()
     closed.close()
 
     def answer():
@@ -142,18 +143,15 @@ def test_a_machine_that_cannot_be_reached_has_not_ended_its_task(monkeypatch, nu
     monkeypatch.setattr(socket, "create_connection", refuse)
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)})
     assert probe_peers(cluster, THIS) == Peers(**{found: (Task(role="ps", index=0),)})
-
-
-def test_a_single_task_has_no_peers():
+    # A single task has no peers.
     assert probe_peers(Cluster(addresses={"chief": ("127.0.0.1:1",)}), THIS) == Peers()
 
 
-def test_a_task_that_ends_during_the_probe_is_gone(stack):
-    server, address = listening(stack)
+def test_a_task_that_ends_during_the_probe_is_gone(listening):
+    server, address = listening()
 
     def hang_up():
-        peer, _ = server.accept()
-        peer.close()
+        server.accept()[0].close()
 
     thread = threading.Thread(target=hang_up)
     thread.start()
@@ -187,6 +185,8 @@ OURS = f"{RESOLVE}=1000,{AGAIN},{CONNECT}=5000,{ALIVE}"
 )
 def test_tasks_are_found_soon_unless_the_user_has_said_otherwise(monkeypatch, before, after):
     monkeypatch.setenv(CHANNELS, before)
+    if not before:
+        monkeypatch.delenv(CHANNELS)
     find_tasks_soon()
     assert os.environ[CHANNELS] == after
     # A task may be run twice in a process.
@@ -197,12 +197,6 @@ def test_tasks_are_found_soon_unless_the_user_has_said_otherwise(monkeypatch, be
 def test_no_server_takes_the_questions_for_too_many():
     # A gRPC server closes a channel that sends pings more often while a call receives no data.
     assert CHANNEL_OPTIONS["grpc.keepalive_time_ms"] > 300_000
-
-
-def test_without_the_variable_it_is_set(monkeypatch):
-    monkeypatch.delenv(CHANNELS, raising=False)
-    find_tasks_soon()
-    assert os.environ[CHANNELS] == OURS
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's options differ by system")

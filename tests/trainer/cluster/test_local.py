@@ -130,7 +130,8 @@ def test_the_traceback_of_the_users_code_reaches_the_error_of_the_step(tmp_path,
     assert caught.value.traceback == "Traceback: blocks.py"
 
 
-TASKS = {"chief": 1, "ps": 2, "worker": 3}
+# A role may have no tasks.
+TASKS = {"chief": 1, "ps": 2, "worker": 3, "evaluator": 0}
 
 
 def ports(cluster):
@@ -148,16 +149,12 @@ def bound(port, *, reuse):
     return held
 
 
-def test_every_task_has_a_port_of_its_own_on_loopback():
-    with reserve_cluster(TASKS) as cluster:
-        assert {role: cluster.count(role) for role in TASKS} == TASKS
-        assert len(set(ports(cluster))) == 6
-        assert all(cluster.address(Task(role="ps", index=i)).startswith(HOST) for i in range(2))
-
-
 def test_a_task_may_serve_on_its_port_and_again_after_it_died():
     with reserve_cluster({"ps": 1}) as cluster:
         (port,) = ports(cluster)
+        # Nobody listens on a port before its task does.
+        with socket.socket() as client:
+            assert client.connect_ex((HOST, port)) == errno.ECONNREFUSED
         for _ in range(2):
             check_port(cluster, Task(role="ps", index=0))
             with bound(port, reuse=True) as server:
@@ -168,18 +165,13 @@ def test_a_task_may_serve_on_its_port_and_again_after_it_died():
                     assert client.recv(1) == b""
 
 
-def test_nobody_listens_on_a_port_before_its_task_does():
-    with reserve_cluster({"ps": 1}) as cluster:
-        (port,) = ports(cluster)
-        with socket.socket() as client:
-            assert client.connect_ex((HOST, port)) == errno.ECONNREFUSED
-
-
-def test_two_clusters_at_once_share_no_port():
+def test_every_task_of_each_cluster_has_a_port_of_its_own_on_loopback():
     with ExitStack() as stack:
         clusters = [stack.enter_context(reserve_cluster(TASKS)) for _ in range(20)]
-        taken = [port for cluster in clusters for port in ports(cluster)]
-        assert len(set(taken)) == len(taken) == 120
+        assert {role: clusters[0].count(role) for role in TASKS} == TASKS
+        hosts = [each for cluster in clusters for held in cluster.spec().values() for each in held]
+        assert all(each.startswith(HOST) for each in hosts)
+        assert len(set(hosts)) == len(hosts) == 120
 
 
 def test_who_asks_for_any_port_gets_another_one():
@@ -206,12 +198,6 @@ def test_the_ports_are_free_after_an_error():
     with pytest.raises(ValueError, match="did not start"):
         fail()
     bound(found[0], reuse=False).close()
-
-
-def test_a_role_without_tasks():
-    with reserve_cluster({"chief": 1, "ps": 0}) as cluster:
-        assert cluster.count("ps") == 0
-        assert ports(cluster)
 
 
 def test_only_a_chief_joins_running_servers(tmp_path, monkeypatch):

@@ -120,19 +120,13 @@ def test_it_is_terminated_and_killed(process):
     first, second = terminated.start(), killed.start()
     terminated.terminate()
     assert first.wait() == -signal.SIGTERM
+    # A stopped task can be killed, too.
+    second.send_signal(signal.SIGSTOP)
     killed.kill()
     assert second.poll() == -signal.SIGKILL
     for ended_or_never_begun in (terminated, killed, idle):
         ended_or_never_begun.terminate()
         ended_or_never_begun.kill()
-
-
-def test_a_stopped_task_can_be_killed(process):
-    one = process(code=WAIT)
-    popen = one.start()
-    popen.send_signal(signal.SIGSTOP)
-    one.kill()
-    assert popen.poll() == -signal.SIGKILL
 
 
 def test_a_ctrl_c_of_the_terminal_does_not_reach_it(process):
@@ -162,18 +156,13 @@ def test_the_last_line_of_the_log(process, code, last):
     assert one.last_line() == last
 
 
-def test_a_task_that_was_killed_has_no_termination_message(process):
-    one = process(code="raise SystemExit(3)")
-    assert one.start().wait() == 3
-    assert one.termination_message() == ""
-
-
 def test_a_new_attempt_deletes_the_termination_message(process):
     one = process(code="import pathlib; pathlib.Path('termination.txt').write_text('it was so\\n')")
     one.start().wait()
     assert one.termination_message() == "it was so"
     one._command = lambda: [sys.executable, "-c", ""]
     one.start().wait()
+    # A task that was killed or that ends without a message has none.
     assert one.termination_message() == ""
 
 

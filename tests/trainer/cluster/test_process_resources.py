@@ -18,8 +18,11 @@ CLUSTER = Cluster(
 )
 
 
-def worker(index):
-    return Task(role="worker", index=index)
+OTHERS = ("chief", "ps", "evaluator")
+
+
+def task(role, index=0):
+    return Task(role=role, index=index)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +40,11 @@ def worker(index):
     ids=str,
 )
 def test_parts_of_workers(own, workers, expected):
-    assert [
-        process.cores_of_worker(own, workers, worker(index)) for index in range(workers)
-    ] == expected
-
-
-@pytest.mark.parametrize("role", ["chief", "ps", "evaluator"])
-def test_others_run_where_there_is_room(role):
-    assert process.cores_of_worker([0, 1], 2, Task(role=role, index=0)) == []
+    found = [process.cores_of_worker(own, workers, task("worker", n)) for n in range(workers)]
+    assert found == expected
+    # The tasks of other roles run where there is room.
+    others = [process.cores_of_worker(own, workers, task(role)) for role in OTHERS]
+    assert others == [[]] * len(OTHERS)
 
 
 @pytest.mark.parametrize(("own", "intra", "inter"), [(1, 1, 64), (8, 2, 64)])
@@ -60,10 +60,10 @@ def test_a_process_is_kept_to_its_cores(monkeypatch):
     (first, *_) = sorted(os.sched_getaffinity(0))
     monkeypatch.setattr(process, "cores_of_worker", lambda *_: [first])
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
-        process.pin_to_cores(child.pid, CLUSTER, worker(0))
+        process.pin_to_cores(child.pid, CLUSTER, task("worker"))
         assert os.sched_getaffinity(child.pid) == {first}
         child.communicate(b"\n")
-    process.pin_to_cores(child.pid, CLUSTER, worker(0))
+    process.pin_to_cores(child.pid, CLUSTER, task("worker"))
 
 
 NONE = {"CUDA_VISIBLE_DEVICES": "-1"}
@@ -72,10 +72,6 @@ NONE = {"CUDA_VISIBLE_DEVICES": "-1"}
 def config_of(count, strategy="async_parameter_server", **cluster):
     tree = {"training": {"strategy": strategy}, "cluster": {"gpus_per_worker": count, **cluster}}
     return parse_config(tree)
-
-
-def task(role, index=0):
-    return Task(role=role, index=index)
 
 
 @pytest.fixture
@@ -141,20 +137,13 @@ def test_workers_see_their_own_by_index_and_share_them_in_turn(present, there, e
     assert found == [{"CUDA_VISIBLE_DEVICES": each} for each in seen]
 
 
-@pytest.mark.parametrize("role", ["chief", "ps", "evaluator"])
-def test_who_only_leads_or_serves_sees_none(present, role):
-    present(4)
-    assert process.gpu_environment(config_of(1), task(role)) == NONE
-
-
-def test_nobody_sees_one_that_was_not_asked_for(present):
-    present(4)
-    assert process.gpu_environment(config_of(0), task("worker")) == NONE
-
-
-def test_a_machine_without_gpus(present):
-    present(0)
-    assert process.gpu_environment(config_of(1), task("worker")) == NONE
+@pytest.mark.parametrize(
+    ("there", "asked", "role"),
+    [*((4, 1, each) for each in OTHERS), (4, 0, "worker"), (0, 1, "worker")],
+)
+def test_who_only_leads_or_was_given_none_sees_none(present, there, asked, role):
+    present(there)
+    assert process.gpu_environment(config_of(asked), task(role)) == NONE
 
 
 @pytest.fixture
@@ -197,29 +186,6 @@ def test_this_machine_without_gpus_is_refused_one():
     configure_gpus(config_of(0), task("worker"))
 
 
-def test_memory_grows_on_demand(seen):
-    calls = seen(2)
-    configure_gpus(config_of(2), task("worker"))
-    assert calls == [("GPU:0", True), ("GPU:1", True)]
-
-
-def test_memory_is_a_fixed_share_where_one_is_set(seen):
-    calls = seen(2)
-    configure_gpus(config_of(1, gpu_memory_mb=512), task("worker"))
-    assert calls == [("GPU:0", [512]), ("GPU:1", [512])]
-
-
-def test_a_server_has_the_memory_of_the_configuration(seen):
-    seen(2)
-    growing = server_settings(config_of(2)).gpu_options
-    assert growing.allow_growth
-    assert not growing.experimental.virtual_devices
-    fixed = server_settings(config_of(2, gpu_memory_mb=512)).gpu_options
-    assert not fixed.allow_growth
-    shares = [list(each.memory_limit_mb) for each in fixed.experimental.virtual_devices]
-    assert shares == [[512], [512]]
-
-
 class Driver:
     """A CUDA driver whose GPU `n` has `n + 1` GB."""
 
@@ -242,16 +208,22 @@ class Driver:
 Driver.cuDeviceTotalMem_v2 = Driver.tell_memory
 
 
-def test_memory_is_a_share_of_each_gpu(seen, monkeypatch):
+def test_the_memory_of_a_gpu_grows_or_is_a_fixed_share(seen, monkeypatch):
     calls = seen(2)
     monkeypatch.setattr(process.ctypes, "CDLL", lambda _name: Driver(2))
-    config = config_of(1, gpu_memory_fraction=0.25)
-    configure_gpus(config, task("worker"))
-    assert calls == [("GPU:0", [256]), ("GPU:1", [512])]
-    options = server_settings(config).gpu_options
-    assert not options.allow_growth
-    shares = [list(each.memory_limit_mb) for each in options.experimental.virtual_devices]
-    assert shares == [[256], [512]]
+    for given, limits in (
+        ({}, []),
+        ({"gpu_memory_mb": 512}, [512, 512]),
+        ({"gpu_memory_fraction": 0.25}, [256, 512]),
+    ):
+        config = config_of(2, **given)
+        calls.clear()
+        configure_gpus(config, task("worker"))
+        assert calls == [(f"GPU:{n}", [limits[n]] if limits else True) for n in range(2)]
+        options = server_settings(config).gpu_options
+        assert options.allow_growth is not bool(limits)
+        shares = [list(each.memory_limit_mb) for each in options.experimental.virtual_devices]
+        assert shares == [[limit] for limit in limits]
 
 
 def no_driver(name):

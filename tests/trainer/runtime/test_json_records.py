@@ -38,10 +38,10 @@ def test_what_is_no_json_is_a_value_error(text):
         parse(text)
 
 
-def test_what_is_no_object_is_a_value_error():
-    for text in ("[]", "1", "null", '"text"', "[[1, 2]]"):
-        with pytest.raises(ValueError, match="not a JSON object"):
-            parse_mapping(text)
+@pytest.mark.parametrize("text", ["[]", "1", "null", '"text"', "[[1, 2]]"])
+def test_what_is_no_object_is_a_value_error(text):
+    with pytest.raises(ValueError, match="not a JSON object"):
+        parse_mapping(text)
 
 
 def test_integers_past_64_bits_are_floats():
@@ -58,17 +58,9 @@ def test_each_field_is_checked():
     read = parse_record(Record, {"count": 1, "share": 2, "words": ["a"], "more": 2})
     assert read == Record(count=1, share=2.0, words=("a",))
     assert parse_record(Record, {"count": 1}) == Record(count=1)
-    for wrong in (
-        {"count": True},
-        {"count": 1.5},
-        {"count": 1, "share": math.inf},
-        {"count": 1, "share": True},
-        {"count": 1, "words": "a"},
-        {"count": 1, "words": [1]},
-        {},
-        [],
-        None,
-    ):
+    wrong_fields = [{"count": 1.5}, {"share": math.inf}, {"share": True}, {"words": [1]}]
+    wrong_fields += [{"count": True}, {"words": "a"}]
+    for wrong in (*({"count": 1, **each} for each in wrong_fields), {}, [], None):
         assert parse_record(Record, wrong) is None, wrong
 
 

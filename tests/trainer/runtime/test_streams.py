@@ -121,22 +121,18 @@ def say(text, end="\n"):
     sys.stdout.write(end)
 
 
-def test_a_printed_line_has_its_time_once(output):
+def test_a_printed_text_has_its_time_once_and_an_empty_line_none(output):
     written = output()
     with stamp_output():
         say("one line")
         say("two", end=" ")
         say("of it")
-    say("after")
-    assert re.fullmatch(f"{TIME}one line\n{TIME}two of it\nafter\n", written.getvalue())
-
-
-def test_a_text_of_several_lines_has_one_time_and_an_empty_line_none(output):
-    written = output()
-    with stamp_output():
         say("a\n  b")
         say("")
-    assert re.fullmatch(f"{TIME}a\n  b\n\n", written.getvalue())
+        assert sys.stdout.writable()
+    say("after")
+    expected = f"{TIME}one line\n{TIME}two of it\n{TIME}a\n  b\n\nafter\n"
+    assert re.fullmatch(expected, written.getvalue())
 
 
 def test_a_terminal_and_a_stream_that_has_times_stay_as_they_are(output, monkeypatch):
@@ -148,13 +144,6 @@ def test_a_terminal_and_a_stream_that_has_times_stay_as_they_are(output, monkeyp
     monkeypatch.setattr(written, "isatty", lambda: True)
     with stamp_output():
         assert sys.stdout is written
-
-
-def test_the_stream_is_otherwise_the_same(output):
-    output()
-    with stamp_output():
-        assert sys.stdout.writable()
-        assert sys.stdout.getvalue() == ""
 
 
 def test_the_time_of_a_line_is_read_again(output):

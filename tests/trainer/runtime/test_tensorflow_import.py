@@ -32,6 +32,19 @@ def test_keras_alone_finds_none_of_them():
     assert json.loads(done.stdout) == ["sklearn", "", "", ""]
 
 
+def imported(folder, program, *arguments, more="", **variables):
+    """Run a program with a stand-in of TensorFlow, and return what it prints."""
+    (folder / "tensorflow.py").write_text(f"import gc\nis_enabled = gc.isenabled()\n{more}\n")
+    rest = {name: value for name, value in os.environ.items() if name != GROWTH}
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**rest, **variables, "PYTHONPATH": f"{folder}:{Path.cwd()}"},
+        check=True,
+        capture_output=True,
+    )
+    return json.loads(done.stdout)
+
+
 OF_TENSORFLOW = """
 import gc, json, sys
 from flotilla.trainer.runtime import tensorflow_import
@@ -57,14 +70,7 @@ print(json.dumps([while_imported, gc.isenabled(), gc.get_freeze_count() > 0]))
     ],
 )
 def test_nothing_is_collected_while_tensorflow_is_imported(tmp_path, before, more, expected):
-    (tmp_path / "tensorflow.py").write_text(f"import gc\nis_enabled = gc.isenabled()\n{more}\n")
-    done = subprocess.run(
-        [sys.executable, "-c", OF_TENSORFLOW, before],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == expected
+    assert imported(tmp_path, OF_TENSORFLOW, before, more=more) == expected
 
 
 HOOKED = """
@@ -81,12 +87,4 @@ print(json.dumps([called, tensorflow.is_enabled, gc.isenabled(), growth]))
 
 @pytest.mark.parametrize(("before", "expected"), [({}, "true"), ({GROWTH: "false"}, "false")])
 def test_the_import_calls_who_asks_and_takes_what_it_needs_of_a_gpu(tmp_path, before, expected):
-    rest = {name: value for name, value in os.environ.items() if name != GROWTH}
-    (tmp_path / "tensorflow.py").write_text("import gc\nis_enabled = gc.isenabled()\n")
-    done = subprocess.run(
-        [sys.executable, "-c", HOOKED],
-        env={**rest, **before, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"},
-        check=True,
-        capture_output=True,
-    )
-    assert json.loads(done.stdout) == [["tensorflow"], False, True, expected]
+    assert imported(tmp_path, HOOKED, **before) == [["tensorflow"], False, True, expected]

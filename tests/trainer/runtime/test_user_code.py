@@ -57,17 +57,14 @@ def test_modules_are_found_and_hide_nothing(own, elsewhere, tmp_path_factory):
     assert not any(path.startswith(str(own)) for path in others)
 
 
-def test_without_a_variable_it_is_the_working_directory(monkeypatch, tmp_path):
-    monkeypatch.delenv(user_code.FOLDER_VARIABLE, raising=False)
+@pytest.mark.parametrize("given", ["", "/where/the/command/was/given"])
+def test_a_child_of_a_child_keeps_the_folder_and_else_has_the_working_directory(
+    monkeypatch, tmp_path, given
+):
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, given)
     monkeypatch.chdir(tmp_path)
-    assert user_code.folder() == str(tmp_path)
-    assert user_code.environment()[user_code.FOLDER_VARIABLE] == str(tmp_path)
-
-
-def test_a_child_of_a_child_keeps_the_folder(monkeypatch, tmp_path):
-    monkeypatch.setenv(user_code.FOLDER_VARIABLE, "/where/the/command/was/given")
-    monkeypatch.chdir(tmp_path)
-    assert user_code.environment()[user_code.FOLDER_VARIABLE] == "/where/the/command/was/given"
+    assert user_code.folder() == (given or str(tmp_path))
+    assert user_code.environment()[user_code.FOLDER_VARIABLE] == (given or str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -200,29 +200,23 @@ def test_all_steps_are_applied_and_no_more_whatever_worker_dies(steps, workers, 
     assert 0 <= steps - counted <= sum(min(n, turn) for n in deaths.values())
 
 
-def test_a_stretch_has_one_closure_for_each_worker_however_long_it_is():
-    fleet = Fleet(3)
-    Led(fleet).run(90 * TURN)
-    assert fleet.units == [TURN] * 3
-
-
-def test_what_is_no_multiple_of_a_turn_is_applied_one_by_one():
-    fleet = Fleet(2)
-    Led(fleet).run(20 * TURN + 3)
-    assert fleet.units == [TURN, TURN, 1, 1]
-
-
-@pytest.mark.parametrize("steps", [1, TURN, 8 * TURN - 1])
-def test_a_few_steps_go_one_by_one(steps):
-    fleet = Fleet(2)
+@pytest.mark.parametrize(
+    ("workers", "steps", "units"),
+    [
+        # However long a stretch is, there is one closure for each worker.
+        (3, 90 * TURN, [TURN] * 3),
+        # What is no multiple of a turn is applied one by one, as are a few steps.
+        (2, 20 * TURN + 3, [TURN, TURN, 1, 1]),
+        *((2, steps, [1, 1]) for steps in (TURN, 8 * TURN - 1)),
+        # No more workers are asked than there are turns.
+        (2, 1, [1]),
+        (100, 7, [1] * 7),
+    ],
+)
+def test_the_closures_of_a_stretch(workers, steps, units):
+    fleet = Fleet(workers)
     Led(fleet).run(steps)
-    assert set(fleet.units) == {1}
-
-
-def test_no_more_workers_are_asked_than_there_are_turns():
-    fleet = Fleet(100)
-    Led(fleet).run(7)
-    assert fleet.units == [1] * 7
+    assert fleet.units == units
 
 
 def test_workers_go_on_while_the_chief_reports_and_rest_at_the_boundary(clock):
@@ -248,29 +242,19 @@ def test_nobody_goes_on_once_all_up_to_the_boundary_is_applied(clock):
     assert report.global_step is None
 
 
-def test_turns_are_dealt_for_some_seconds_and_not_up_to_the_boundary(clock):
-    fleet = Fleet(2)
-    led(clock, fleet).advance(FAST, 10**9)
-    assert fleet.end * TURN < 20 * FAST
-
-
 def test_at_rest_nobody_goes_on_and_all_of_it_is_reported(clock):
     fleet = Fleet(2)
     strategy = led(clock, fleet)
     first = strategy.advance(FAST, 10**6)
+    # Turns are dealt for some seconds and not up to the boundary.
+    assert fleet.end * TURN < 20 * FAST
     fleet.round()
     report = strategy.rest()
     assert fleet.done()
     assert report.global_step is None
     assert fleet.applied > first.global_step
     assert sum(each["local_steps"] for each in report.metrics["workers"].values()) == fleet.applied
-
-
-def test_after_a_rest_they_go_on_from_there(clock):
-    fleet = Fleet(2)
-    strategy = led(clock, fleet)
-    strategy.advance(FAST, 10**6)
-    strategy.rest()
+    # After a rest, they go on from there.
     boundary = fleet.applied + 3
     strategy.advance(3, boundary)
     assert fleet.applied == fleet.most == boundary

@@ -117,15 +117,6 @@ def test_what_is_pulled_does_not_move_with_the_variables():
     assert len(values.state) == len(model.non_trainable_variables)
 
 
-def test_a_pulled_gradient_that_is_compiled_is_the_gradient():
-    plain, pulled = dense(), dense()
-    loss, expected = build_gradient(plain, cross_entropy)(examples())
-    value, found = build_pulled_gradient(pulled, cross_entropy, jit=True)(examples())
-    assert float(value) == pytest.approx(float(loss), rel=1e-5)
-    close(found, expected, 1e-5)
-    close(pulled.get_weights(), plain.get_weights(), 1e-5)
-
-
 def test_a_compiled_gradient_is_the_plain_one():
     (value, found), (other, compiled) = (
         build_gradient(linear(), cross_entropy, jit=jit)(examples()) for jit in (False, True)
@@ -149,19 +140,6 @@ def test_what_a_batch_does_not_reach_has_a_gradient_of_zero():
     idle = [i for i, v in enumerate(model.trainable_variables) if "idle" in v.path]
     assert idle
     assert all(float(tf.reduce_max(tf.abs(found[index]))) == 0 for index in idle)
-
-
-def test_a_gradient_of_looked_up_rows_is_dense():
-    keras.utils.set_random_seed(0)
-    table = keras.Sequential(
-        [keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Flatten()]
-    )
-    batch = tf.constant([[1, 1], [2, 5]]), tf.constant([0, 3])
-    loss, expected = build_gradient(table, cross_entropy)(batch)
-    value, found = build_pulled_gradient(table, cross_entropy, jit=False)(batch)
-    assert isinstance(found[0], tf.Tensor)
-    assert float(value) == pytest.approx(float(loss))
-    close(found, [tf.convert_to_tensor(expected[0])])
 
 
 def state_of(model, ending):
@@ -200,6 +178,13 @@ def dropping():
     return keras.Sequential(layers)
 
 
+def looked_up():
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
+    return keras.Sequential([keras.Input((2,), dtype="int64"), *layers])
+
+
 class Own(keras.Model):
     """A typical subclassed model, which leaves it to Keras to pass `training` to its layers."""
 
@@ -212,38 +197,44 @@ class Own(keras.Model):
         return self.out(self.norm(inputs))
 
 
-def test_a_model_that_is_a_class_of_its_own_trains_as_in_place():
-    def own():
-        keras.utils.set_random_seed(0)
-        model = Own()
-        model(examples()[0])
-        return model
+def own():
+    keras.utils.set_random_seed(0)
+    model = Own()
+    model(examples()[0])
+    return model
 
-    plain, pulled = own(), own()
+
+class Loud(keras.layers.Layer):
+    """A layer that adds losses, which may have any shape and precision."""
+
+    def call(self, inputs):
+        self.add_loss(tf.cast(tf.reduce_mean(inputs, 0), tf.bfloat16))
+        return inputs
+
+
+def loud():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((2,)), Loud(), keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize(
+    ("make", "jit"), [(dense, True), (own, False), (loud, False), (looked_up, False)]
+)
+def test_a_pulled_gradient_is_the_gradient(make, jit):
+    points, labels = examples()
+    rows = tf.cast(tf.abs(points) * 2, tf.int64) % 5
+    plain, pulled = make(), make()
+    batch = (points if make in (dense, own, loud) else rows), labels
     before = [each.numpy() for each in plain.non_trainable_variables]
-    loss, expected = build_gradient(plain, cross_entropy)(examples())
-    value, found = build_pulled_gradient(pulled, cross_entropy, jit=False)(examples())
+    loss, expected = build_gradient(plain, cross_entropy)(batch)
+    value, found = build_pulled_gradient(pulled, cross_entropy, jit=jit)(batch)
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
-    close(found, expected, 1e-5)
+    # A gradient of looked-up rows is dense, too.
+    assert all(isinstance(each, tf.Tensor) for each in found)
+    close(found, map(tf.convert_to_tensor, expected), 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
     after = pulled.non_trainable_variables
-    assert any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
-
-
-def test_losses_of_layers_may_have_any_shape_and_precision():
-    class Loud(keras.layers.Layer):
-        def call(self, inputs):
-            self.add_loss(tf.cast(tf.reduce_mean(inputs, 0), tf.bfloat16))
-            return inputs
-
-    def loud():
-        keras.utils.set_random_seed(0)
-        return keras.Sequential([keras.Input((2,)), Loud(), keras.layers.Dense(3)])
-
-    loss, expected = build_gradient(loud(), cross_entropy)(examples())
-    value, found = build_pulled_gradient(loud(), cross_entropy, jit=False)(examples())
-    assert float(value) == pytest.approx(float(loss), rel=1e-5)
-    close(found, expected, 1e-5)
+    assert not before or any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
 
 
 def run_local(model, optimizer, steps, *, jit=False, count=1):
@@ -336,13 +327,6 @@ def linear():
     return keras.Sequential([keras.Input((2,)), *layers])
 
 
-def looked_up():
-    reset_uids()
-    keras.utils.set_random_seed(0)
-    layers = [keras.layers.Embedding(5, 2), keras.layers.Flatten(), keras.layers.Dense(3)]
-    return keras.Sequential([keras.Input((2,), dtype="int64"), *layers])
-
-
 def stacked(batch):
     return tuple(tf.reshape(each, [PARTS, -1, *each.shape[1:]]) for each in batch)
 
@@ -357,8 +341,7 @@ def test_the_mean_over_parts_is_the_gradient_of_the_whole(in_place, jit):
     )
     value, found = tf.function(of_parts)(stacked(examples()))
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, atol=1e-6)
+    close(found, expected)
 
 
 def test_rows_stay_rows():
@@ -370,9 +353,7 @@ def test_rows_stay_rows():
     )
     _, found = tf.function(of_parts)(stacked(batch))
     assert isinstance(found[0], tf.IndexedSlices)
-    for mine, theirs in zip(found, expected, strict=True):
-        dense_ones = map(tf.convert_to_tensor, (mine, theirs))
-        np.testing.assert_allclose(*dense_ones, atol=1e-6)
+    close(*(map(tf.convert_to_tensor, each) for each in (found, expected)))
 
 
 def test_state_goes_through_all_parts():
@@ -457,17 +438,14 @@ def operations(function, kind):
     return [each for each in graph.get_operations() if each.type == kind]
 
 
-def test_pulled_values_are_those_of_the_variables(variables):
-    for value, variable in zip(Messages(variables).pull(), variables, strict=True):
-        assert (value.dtype, value.shape) == (variable.dtype, variable.shape)
-        np.testing.assert_array_equal(value, variable)
-
-
-def test_pushed_values_are_those_that_were_sent(variables):
+def test_what_is_pulled_or_pushed_is_what_was_sent(variables):
     sent = [tf.cast(numbers(v.shape, 7.0), v.dtype) for v in variables]
-    for value, given in zip(Messages(variables).push(sent), sent, strict=True):
-        assert (value.dtype, value.shape) == (given.dtype, given.shape)
-        np.testing.assert_array_equal(value, given)
+    messages = Messages(variables)
+    for found, expected in ((messages.pull(), variables), (messages.push(sent), sent)):
+        for value, given in zip(found, expected, strict=True):
+            assert (value.dtype, value.shape) == (given.dtype, given.shape)
+            np.testing.assert_array_equal(value, given)
+    assert Messages([]).pull() == Messages([]).push([]) == []
 
 
 def test_there_is_one_message_for_each_type(variables):
@@ -500,12 +478,6 @@ def test_a_gradient_of_half_precision_is_pushed_in_the_type_of_its_variable():
     (value,) = Messages([variable]).push([tf.constant([0.5, 0.25], tf.bfloat16)])
     assert value.dtype == tf.float32
     np.testing.assert_array_equal(value, [0.5, 0.25])
-
-
-def test_nothing_travels_of_no_variables():
-    messages = Messages([])
-    assert messages.pull() == []
-    assert messages.push([]) == []
 
 
 def test_state_that_has_not_moved_is_not_pushed():

@@ -211,10 +211,7 @@ def names(**counts):
     [
         ({"w0": {"CPU": 1}, "w1": {"CPU": 1}}, ["/device:CPU:0"]),
         ({"w0": {"CPU": 1, "GPU": 1}}, ["/device:GPU:0"]),
-        (
-            {"w0": {"CPU": 1, "GPU": 2}, "w1": {"CPU": 1, "GPU": 2}},
-            ["/device:GPU:0", "/device:GPU:1"],
-        ),
+        ({f"w{n}": {"CPU": 1, "GPU": 2} for n in (0, 1)}, ["/device:GPU:0", "/device:GPU:1"]),
         ({"w0": {"CPU": 2}}, ["/device:CPU:0", "/device:CPU:1"]),
     ],
 )

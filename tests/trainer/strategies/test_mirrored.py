@@ -19,6 +19,14 @@ def single(**training):
     return create(parse_config({"training": {"strategy": "single", **training}}), NOBODY, CHIEF)
 
 
+def require_alike(strategy, other, tolerance):
+    expected, found = other.variables(), strategy.variables()
+    assert list(found) == list(expected)
+    for path, variable in expected.items():
+        mine = found[path].numpy()
+        np.testing.assert_allclose(mine, variable.numpy(), atol=tolerance, err_msg=path)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
@@ -29,10 +37,7 @@ def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
         each.build(problem_of(optimizer=optimizer)(0))
         reports.append(each.run(5))
     assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-4)
-    expected, found = plain.variables(), strategy.variables()
-    assert list(found) == list(expected)
-    for path, variable in expected.items():
-        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-4, err_msg=path)
+    require_alike(strategy, plain, 1e-4)
     assert strategy.global_step() == 5
     assert strategy.learning_rate() == pytest.approx(plain.learning_rate())
     assert strategy.publishes
@@ -66,10 +71,7 @@ def test_gradient_and_update_are_one_program_of_xla(training):
     assert any("MatMul" in each and "ResourceApplyAdam" in each for each in programs(compiled))
     losses = [each.run(4).loss for each in (plain, compiled)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-3)
-    expected, found = plain.variables(), compiled.variables()
-    assert list(found) == list(expected)
-    for path, variable in expected.items():
-        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-3, err_msg=path)
+    require_alike(compiled, plain, 1e-3)
 
 
 class LooksUp(keras.layers.Layer):
@@ -99,9 +101,7 @@ def test_where_rows_are_moved_the_gradient_alone_is_compiled(optimizer):
     assert any("MatMul" in each for each in found)
     assert not any("AssignAddVariableOp" in each for each in found)
     assert compiled.run(4).loss == pytest.approx(plain.run(4).loss, rel=1e-3)
-    for path, variable in plain.variables().items():
-        found = compiled.variables()[path].numpy()
-        np.testing.assert_allclose(found, variable.numpy(), atol=1e-3, err_msg=path)
+    require_alike(compiled, plain, 1e-3)
 
 
 class Positive(keras.constraints.Constraint):
@@ -133,8 +133,7 @@ def test_several_stretches_go_on_with_the_same_seeds():
     once.run(6)
     for steps in (2, 4):
         twice.run(steps)
-    for path, variable in once.variables().items():
-        np.testing.assert_allclose(twice.variables()[path].numpy(), variable.numpy(), atol=1e-5)
+    require_alike(twice, once, 1e-5)
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
@@ -177,10 +176,7 @@ def test_a_train_step_of_the_models_own_runs_as_it_is():
     losses = [[each.run(steps).loss for steps in (3, 2)] for each in (plain, own)]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
     assert own.global_step() == 5
-    expected, found = plain.variables(), own.variables()
-    assert list(found) == list(expected)
-    for path, variable in expected.items():
-        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-4, err_msg=path)
+    require_alike(own, plain, 1e-4)
 
 
 @pytest.mark.parametrize("kind", [dense, own_step])

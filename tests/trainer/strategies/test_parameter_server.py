@@ -67,22 +67,13 @@ def test_what_is_large_and_on_a_server_with_values_is_made_without(built, taken,
     strategy = built(taken)
     assert [each for each in without_values(strategy) if "adagrad" not in each] == names
     table, *_ = strategy.model.trainable_variables
-    if not names:
-        assert np.unique(table.numpy()).tolist() == [2.0]
-
-
-def test_what_nobody_has_taken_gets_its_values(built):
-    strategy = built((0,))
-    table, *_ = strategy.model.trainable_variables
-    strategy._kept.give_others([])
-    assert np.unique(table.numpy()).tolist() == [2.0]
-
-
-def test_slots_of_rows_are_known_by_their_initializer(built):
-    strategy = built((0,))
-    table, *_ = strategy.model.trainable_variables
+    # Slots of rows are known by their initializer.
     ((_, first),) = parameter_server.table_state.list_slots(strategy.optimizer, table)
     assert first == 0.25
+    # What nobody has taken gets its values.
+    if names:
+        strategy._kept.give_others([])
+    assert np.unique(table.numpy()).tolist() == [2.0]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,6 @@ from flotilla.trainer.strategies.placement import (
     build_slots,
     choose_places,
     optimize_once,
-    server_device,
 )
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
@@ -89,16 +88,19 @@ def test_a_name_comes_before_the_balance(sizes, count, data):
     assert all(0 <= server < count for server in chosen)
 
 
-def test_the_rest_is_spread_around_what_is_named():
-    assert assign(LAYERS, 2, {"b/*": "ps:0"}) == [1, 0, 0, 0]
-
-
-def test_the_first_glob_that_fits_counts():
-    assert assign(LAYERS, 3, {"a/bias": "ps:2", "a/*": "ps:1", "*": "ps:0"}) == [1, 2, 0, 0]
-
-
-def test_a_large_variable_goes_first_wherever_it_is():
-    assert assign(sized([1, 1, 1, 9]), 2, {}) == [1, 1, 1, 0]
+@pytest.mark.parametrize(
+    ("variables", "count", "named", "expected"),
+    [
+        # The rest is spread around what is named.
+        (LAYERS, 2, {"b/*": "ps:0"}, [1, 0, 0, 0]),
+        # The first glob that matches counts.
+        (LAYERS, 3, {"a/bias": "ps:2", "a/*": "ps:1", "*": "ps:0"}, [1, 2, 0, 0]),
+        # A large variable goes first wherever it is.
+        (sized([1, 1, 1, 9]), 2, {}, [1, 1, 1, 0]),
+    ],
+)
+def test_places(variables, count, named, expected):
+    assert assign(variables, count, named) == expected
 
 
 @pytest.mark.parametrize("server", ["ps:2", "ps:-1", "ps", "worker:0", "ps:\u00b2"])
@@ -112,10 +114,6 @@ def test_a_glob_that_fits_nothing_is_refused_with_the_nearest_path():
     message = refused({"a/kernl": "ps:0"})
     assert message == ("cluster.placement: 'a/kernl' matches no variable; did you mean 'a/kernel'?")
     assert "matches no variable" in refused({"A/*": "ps:0"})
-
-
-def test_the_device_of_a_server():
-    assert server_device(2) == "/job:ps/task:2/device:CPU:0"
 
 
 def two_layers():
@@ -148,9 +146,7 @@ def test_a_model_is_the_same_wherever_its_variables_stand(devices):
     assert all(at == 1 for path, at in by_path.items() if path.endswith("bias"))
     for mine, theirs in zip(placed.get_weights(), plain.get_weights(), strict=True):
         assert (mine == theirs).all()
-
-
-def test_a_glob_is_held_against_the_paths_of_the_model():
+    # A glob is matched with the paths of the model.
     with pytest.raises(ConfigError, match="'embedding' matches no variable"):
         placed_on(two_layers, 2, {"embedding": "ps:1"})
 
@@ -356,12 +352,6 @@ def test_each_of_two_servers_holds_half_of_a_table(rows):
     sized = [Sized(path=f"table/shard_{n}", bytes=4 * r * d) for n, (r, d) in enumerate(shapes)]
     others = [Sized(path="logits/kernel", bytes=128), Sized(path="logits/bias", bytes=8)]
     assert sorted(assign([*sized, *others], 2, {})[:2]) == [0, 1]
-
-
-def test_many_shards_are_spread_evenly():
-    shards = [Sized(path=f"table/shard_{n}", bytes=64) for n in range(12)]
-    found = assign(shards, 4, {})
-    assert [found.count(server) for server in range(4)] == [3, 3, 3, 3]
 
 
 def test_updates_run_where_their_variable_is(monkeypatch):

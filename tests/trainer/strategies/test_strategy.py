@@ -1,6 +1,5 @@
 """Tests the parts that strategies share: gradients, counter, variables, and creation."""
 
-import json
 import threading
 from functools import partial
 
@@ -9,8 +8,6 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer import storage
-from flotilla.trainer.checkpoints.checkpoints import open_checkpoints
 from flotilla.trainer.config.model import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from flotilla.trainer.config.topology import Cluster, Task
@@ -23,8 +20,6 @@ from flotilla.trainer.strategies.strategy import (
     create,
     exact_counter,
 )
-from tests.stores.faults import Fault
-from tests.stores.fixtures import bucket_name
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import Plain, build_step, dense, examples
 
@@ -263,49 +258,3 @@ def test_a_users_own(own):
 )
 def test_what_is_no_strategy_is_refused_by_name(own, name, said):
     assert refused(name.format(own=own)).startswith(f"training.strategy: {said.format(own=own)}")
-
-
-@pytest.fixture
-def uri(gcs):
-    bucket = bucket_name()
-    gcs.create_bucket(bucket)
-    return f"gs://{bucket}/run/checkpoints"
-
-
-@pytest.fixture
-def kept(uri, tmp_path):
-    return open_checkpoints(uri, keep=3, scratch=tmp_path / "chief-0", alone=True)
-
-
-def test_what_the_evaluator_measured_is_asked_for_in_the_background(kept, uri, gcs):
-    row = {"global_step": 5, "created": "x", "validation_loss": 0.5}
-    storage.write_bytes(storage.join(uri, "validation.jsonl"), f"{json.dumps(row)}\n".encode())
-    asked, answered = threading.Event(), threading.Event()
-
-    def before(request):
-        if "validation.jsonl" in request:
-            asked.set()
-            assert answered.wait(60)
-
-    gcs.plan.before = before
-    try:
-        assert kept.read_validations() == []
-        assert asked.wait(60)
-        assert kept.read_validations() == []
-    finally:
-        answered.set()
-        gcs.plan.before = None
-    with kept.flush_at_end():
-        pass
-    assert kept.read_validations() == [row]
-
-
-def test_training_goes_on_where_the_evaluator_cannot_be_asked(kept, gcs, monkeypatch, caplog):
-    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
-    gcs.plan.add(Fault(503, path="validation.jsonl", times=-1))
-    try:
-        with kept.flush_at_end():
-            assert kept.read_validations() == []
-    finally:
-        gcs.plan.clear()
-    assert "has not been available" in caplog.text

@@ -209,19 +209,11 @@ def gradient(scale: float, rows: list[int]) -> list[Any]:
 
 
 def staged(staging: Staging, number: int, parts: list[Any]) -> None:
-    @tf.function
-    def put() -> None:
-        staging.put(tf.constant(number, tf.int64), parts)
-
-    put()
+    tf.function(lambda: staging.put(tf.constant(number, tf.int64), parts) and None)()
 
 
 def taken(staging: Staging, number: int) -> list[Any]:
-    @tf.function
-    def take() -> list[Any]:
-        return staging.take(tf.constant(number, tf.int64))
-
-    return take()
+    return tf.function(lambda: staging.take(tf.constant(number, tf.int64)))()
 
 
 def test_a_gradient_is_taken_by_its_number_as_it_was_put(variables):

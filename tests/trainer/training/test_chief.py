@@ -114,13 +114,8 @@ def hooks():
         checkpoints.read_validations.return_value = [
             {"validation_loss": -loss, "validation_accuracy": -loss} for loss in losses
         ]
-        config = parse_config(
-            {
-                "cluster": {"evaluator": evaluator},
-                "training": {"patience": patience},
-                "model": {"name": "softmax"},
-            }
-        )
+        sections = {"cluster": {"evaluator": evaluator}, "training": {"patience": patience}}
+        config = parse_config({**sections, "model": {"name": "softmax"}})
         stops = []
         watch = create_autospec(StallWatch, instance=True)
         made = make_hooks(config, dataset(validation), checkpoints, watch, lambda: bool(stops))
@@ -137,12 +132,9 @@ def test_a_stop_signal_is_a_stop_request(hooks):
 
 
 def test_a_lost_lease_ends_training_with_its_own_error(hooks):
-    class Lost(NoLease):
-        def require(self):
-            raise LeaseLostError("taken over")
-
     made, checkpoints, _, stops = hooks()
-    checkpoints.lease, checkpoints.parts = Lost(), None
+    checkpoints.lease, checkpoints.parts = create_autospec(NoLease, instance=True), None
+    checkpoints.lease.require.side_effect = LeaseLostError("taken over")
     checkpoints.require = partial(Checkpoints.require, checkpoints)
     stops.append("SIGTERM")
     with pytest.raises(LeaseLostError, match="taken over"):

@@ -37,19 +37,16 @@ def test_metrics_that_are_not_finite_are_passed_over(uri, tmp_path, loss, is_kep
     assert evaluate_checkpoint(measuring(metrics), uri, tmp_path) == expected
 
 
-def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):
+def test_what_is_wrong_with_one_is_passed_over_and_with_all_of_them_ends_the_evaluator(
+    uri, tmp_path, caplog
+):
     assert evaluate_checkpoint(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
     assert f"skipped {uri}: a bit" in caplog.text
-
-
-def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):
-    storage.delete(uri)
-    assert evaluate_checkpoint(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
-
-
-def test_what_is_wrong_with_all_of_them_ends_the_evaluator(uri, tmp_path):
     with pytest.raises(UserError, match="no room"):
         evaluate_checkpoint(measuring(UserError("no room")), uri, tmp_path)
+    # The checkpoint has been deleted meanwhile.
+    storage.delete(uri)
+    assert evaluate_checkpoint(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
 
 
 def test_its_metrics_are_in_the_validation_of_the_run_for_tensorboard(uri, tmp_path, monkeypatch):

@@ -234,18 +234,6 @@ def test_inner_loop_and_note_are_watched_and_nothing_is_saved_or_validated_in_th
     assert calls == ["steps", "note", "validate"] * 2
 
 
-def test_a_stop_request_is_noticed_at_the_next_barrier_and_saved_first(run):
-    strategy = Counting()
-
-    def should_stop():
-        return strategy.global_step() >= 10
-
-    with pytest.raises(RunInterruptedError, match=r"at global step 10; checkpoint .*/step-0+10$"):
-        run.train(strategy, steps=30, keep=9, should_stop=should_stop)
-    assert run.steps() == [0, 10]
-    assert run.weight(10) == 5.0
-
-
 def test_a_hook_that_raises_ends_training_without_another_checkpoint(run):
     strategy = Counting()
 

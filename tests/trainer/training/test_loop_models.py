@@ -42,14 +42,9 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path, optim
     Run(tmp_path / "straight").train(straight, steps=30, make_problem=problem)
     run = Run(tmp_path / "interrupted")
     for looks in (1, 2):
+        given = {"should_stop": stop_after(looks), "validate_every": 4}
         with pytest.raises(RunInterruptedError):
-            run.train(
-                Plain(),
-                steps=30,
-                make_problem=problem,
-                should_stop=stop_after(looks),
-                validate_every=4,
-            )
+            run.train(Plain(), steps=30, make_problem=problem, **given)
     resumed = Plain()
     assert run.train(resumed, steps=30, make_problem=problem) == 30
     expected = values(straight)
