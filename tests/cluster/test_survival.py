@@ -1,24 +1,33 @@
-"""Tests that a cluster survives lost tasks and failed attempts until training ends."""
+"""Tests that a cluster survives lost or stalled tasks, failed attempts, and storage failures."""
 
 import itertools
 import json
+import shutil
 import signal
+import subprocess
+from contextlib import suppress
 
 import psutil
 import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import read_history
-from flotilla.trainer.cluster.launcher import END_FILE
-from flotilla.trainer.cluster.local import MAX_GROWTH
+from flotilla.trainer.cluster import local, termination
+from flotilla.trainer.cluster.launcher import END_FILE, Job
+from flotilla.trainer.cluster.local import MAX_GROWTH, reserve_cluster
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import STRATEGIES
+from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart, TaskFailed
 from flotilla.trainer.runtime import user_code
-from flotilla.trainer.runtime.errors import INTERRUPTED
+from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED, TransientError
+from tests.cluster.by_hand import by_hand
 from tests.cluster.launched import SECONDS, launched, run_to_end, some_of
 from tests.cluster.test_job import PUBLISHED
 from tests.kubernetes.cluster import shared
 from tests.pipelines.called import Called, call, calling, setting
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -197,3 +206,154 @@ def test_a_run_that_changes_its_engine_twice_ends_at_its_exact_step(kube, run):
     assert steps[-1] == reached[-1] + MORE
     for begin, end in itertools.pairwise([0, *reached, reached[-1] + MORE]):
         assert [step for step in steps if begin < step <= end]
+
+
+EVERY = 200
+
+STALLED_STEPS = 1500
+STALL_SECONDS = 8
+
+
+def settings(strategy: str, **cluster: object) -> dict[str, object]:
+    training = {
+        "strategy": strategy,
+        "steps": STALLED_STEPS,
+        "checkpoint_every": EVERY,
+        "validate_every": 0,
+        "stall_timeout": STALL_SECONDS,
+    }
+    return {"training": training, "cluster": {"workers": 2, "max_restarts": 2, **cluster}}
+
+
+ASYNC, SYNC, MIRRORED = "async_parameter_server", "sync_parameter_server", "multi_worker_mirrored"
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("strategy", "task", "attempts"),
+    [
+        (ASYNC, "chief-0", 2),
+        *(
+            pytest.param(*each, marks=pytest.mark.long)
+            for each in (
+                (ASYNC, "ps-0", 2),
+                (ASYNC, "worker-1", 1),
+                (SYNC, "worker-1", 1),
+                (MIRRORED, "worker-0", 2),
+                (MIRRORED, "worker-1", 2),
+                ("in_graph", "worker-0", 2),
+            )
+        ),
+    ],
+)
+def test_a_stopped_task_costs_at_most_an_attempt(dataset, tmp_path, strategy, task, attempts):
+    ring = {"communication": "ring"} if strategy == MIRRORED else {}
+    with launched(settings(strategy, **ring), dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 1)
+        run.task(task).send_signal(signal.SIGSTOP)
+        code, said = run.end()
+        assert code == 0, said
+    assert STALLED_STEPS <= run.newest() <= STALLED_STEPS + 1
+    restarts, begun = run.events(Restart), run.events(AttemptBegin)
+    # Mirrored workers begin again together, and the waiting one may be the first.
+    together = {"worker-0", "worker-1"} if strategy == MIRRORED else {task}
+    seconds = 2 * STALL_SECONDS if task == "chief-0" else STALL_SECONDS
+    assert (restarts[0].task, restarts[0].cause) in [
+        (task, f"no heartbeat for {seconds} s"),
+        *((each, f"exit code {BEGIN_AGAIN}") for each in together - {task}),
+    ]
+    assert strategy != MIRRORED or {event.task for event in restarts} == together
+    assert {event.restarts for event in restarts} == {1}
+    assert len(begun) == attempts
+    for attempt in begun[1:]:
+        assert attempt.global_step >= EVERY
+        assert attempt.global_step % EVERY == 0
+
+
+@pytest.mark.long
+def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_path):
+    waits, stops = (Task(role="worker", index=index) for index in range(2))
+    config = settings("multi_worker_mirrored", communication="ring")
+    config["training"]["steps"] = 100_000
+    with (
+        reserve_cluster({"worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, config) as tasks,
+    ):
+        for task in (waits, stops):
+            tasks.start(task)
+        tasks.wait_for(waits, '"event": "progress"')
+        tasks.processes[stops].send_signal(signal.SIGSTOP)
+        assert tasks.end_of(waits) == BEGIN_AGAIN, tasks.log(waits)
+    message = termination.read(tmp_path / str(waits))
+    # A heartbeat of TensorFlow may have timed out first.
+    assert message.startswith(
+        (
+            f"no progress for {STALL_SECONDS} s: worker-1 does not answer",
+            "a task of the cluster is gone",
+        )
+    )
+    assert "worker-1" in message
+
+
+DISK_EVERY = 100
+
+
+def settings_of_disk(steps):
+    training = {"strategy": "single", "steps": steps, "checkpoint_every": DISK_EVERY, "keep": 9}
+    return {"training": {**training, "validate_every": 0}}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """Mount a file system of one megabyte as the checkpoint folder."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder):
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"." * size)
+    assert not shutil.disk_usage(folder).free
+    return filler
+
+
+def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
+    dataset, tmp_path, small_disk
+):
+    with launched(settings_of_disk(10**7), dataset, tmp_path) as run:
+        run.wait_for(lambda e: isinstance(e, CheckpointPublished) and e.global_step >= DISK_EVERY)
+        filler = fill(small_disk)
+        code, said = run.end()
+        last = run.newest()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert not run.events(Restart)
+    filler.unlink()
+    again = run_to_end(settings_of_disk(last + DISK_EVERY), dataset, tmp_path)
+    assert [event.global_step for event in again.events(AttemptBegin)] == [last]
+    assert again.newest() == last + DISK_EVERY
+
+
+def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
+    dataset, tmp_path, monkeypatch, s3
+):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.5")
+    s3.plan.add(Fault(503, times=10**6))
+    job = Job(
+        config=parse_config(settings_of_disk(DISK_EVERY)),
+        dataset=dataset,
+        checkpoints=f"s3://{bucket_name()}/run",
+        workdir=tmp_path / "cluster",
+    )
+    with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
+        local.launch(job)
