@@ -381,18 +381,6 @@ def test_one_process_makes_one_update_of_several_batches():
         np.testing.assert_allclose(found, variable.numpy(), atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize(
-    "training", [{"accumulate": 2}, {"ema": 0.5}, {"mixed_precision": "float16"}]
-)
-def test_a_strategy_of_ones_own_that_makes_its_updates_itself_refuses(training):
-    own = f"{Plain.__module__}:{Plain.__name__}"
-    config = parse_config({"training": {"strategy": own, **training}})
-    with pytest.raises(
-        ConfigError, match=f"training.{next(iter(training))}: '{own}' is not derived"
-    ):
-        create(config, NOBODY, CHIEF)
-
-
 class OwnStep(keras.Sequential):
     def train_step(self, _data):
         raise NotImplementedError
@@ -406,9 +394,12 @@ def normalized():
 @pytest.mark.parametrize(
     "training", [{"accumulate": 2}, {"ema": 0.5}, {"mixed_precision": "float16"}]
 )
-def test_a_model_that_makes_its_updates_itself_refuses(training):
+def test_a_strategy_or_a_model_that_makes_its_updates_itself_refuses(training):
+    key, own = next(iter(training)), f"{Plain.__module__}:{Plain.__name__}"
+    config = parse_config({"training": {"strategy": own, **training}})
+    with pytest.raises(ConfigError, match=f"training.{key}: '{own}' is not derived"):
+        create(config, NOBODY, CHIEF)
     config = parse_config({"training": {"strategy": "single", **training}})
-    key = next(iter(training))
     with pytest.raises(ConfigError) as caught:
         require_updates(config, OwnStep([keras.Input((2,)), keras.layers.Dense(3)]))
     step = "OwnStep.train_step applies its updates itself"

@@ -97,40 +97,29 @@ def begin(monkeypatch):
     return begun
 
 
-def test_what_is_alive_is_taken_and_what_is_lost_is_restored(begin):
-    found = begin()
-    assert found.heard == [
-        ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
-    ]
-    assert (found.begins, found.why, found.restored) == (510, "", ["b"])
+@pytest.mark.parametrize(
+    ("given", "lost", "restored"),
+    [
+        ({"lost": (1,)}, [1], ["b"]),
+        # The count of steps stays where its server is lost.
+        ({"lost": (0,)}, [0], ["a", STEP]),
+        ({"lost": (2, 0)}, [0, 2], ["a", "c", STEP]),
+        # A server that was being restored is restored again.
+        ({"lost": (), "whole": (0, 2)}, [1], ["b"]),
+        # Where the chief alone died, nothing is restored or said.
+        ({"lost": ()}, [], []),
+    ],
+)
+def test_what_is_alive_is_taken_and_what_is_lost_is_restored(begin, given, lost, restored):
+    found = begin(**given)
+    servers = tuple(f"ps-{number}" for number in lost)
+    event = ServersLost(servers=servers, recovery="partial", global_step=510, back_to=400)
+    assert found.heard == [event] * bool(lost)
+    assert (found.begins, found.why, found.restored) == (510, "", restored)
     assert found.kept == sorted(PLACES)
-    found.state.select.assert_called_once_with(frozenset({0, 2}))
-    found.state.note_reverted.assert_called_once_with(400)
-    assert found.variables[STEP].value is None
-
-
-def test_the_count_of_steps_stays_where_its_server_is_lost(begin):
-    found = begin(lost=(0,))
-    assert (found.begins, found.restored) == (510, ["a", STEP])
-    assert found.variables[STEP].value == 510
-
-
-def test_where_the_chief_alone_died_nothing_is_restored_or_said(begin):
-    found = begin(lost=())
-    assert (found.heard, found.begins, found.restored) == ([], 510, [])
-    found.state.note_reverted.assert_not_called()
-
-
-def test_two_servers_at_once_are_both_named(begin):
-    found = begin(lost=(2, 0))
-    (event,) = found.heard
-    assert (event.servers, event.recovery) == (("ps-0", "ps-2"), "partial")
-    assert found.restored == ["a", "c", STEP]
-
-
-def test_a_server_that_was_being_restored_is_restored_again(begin):
-    found = begin(lost=(), whole=(0, 2))
-    assert (found.heard[0].servers, found.restored) == (("ps-1",), ["b"])
+    found.state.select.assert_called_once_with(frozenset(range(3)) - {*lost})
+    assert [each.args for each in found.state.note_reverted.mock_calls] == [(400,)] * bool(lost)
+    assert found.variables[STEP].value == (510 if STEP in restored else None)
 
 
 @pytest.mark.parametrize(
