@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -133,3 +133,12 @@ def run_to_end(
 def some_of(names: Iterable[str], *quick: str) -> list[Any]:
     """Return parameters of a test, of which only those in `quick` are not long."""
     return [each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in names]
+
+
+def sections(
+    steps: int, every: int, training: Mapping[str, Any] | None = None, **cluster: Any
+) -> dict[str, Any]:
+    """Return a configuration with two workers, a checkpoint each `every` steps, no validation."""
+    own = {"steps": steps, "checkpoint_every": every, "validate_every": 0}
+    sizes = {"parameter_servers": 1, "workers": 2}
+    return {"training": {**own, **(training or {})}, "cluster": {**sizes, **cluster}}

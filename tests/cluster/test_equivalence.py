@@ -22,7 +22,7 @@ from flotilla.trainer.promotion import gate
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED
 from flotilla.trainer.strategies.async_parameter_server import LONG_RUN, TURN
 from flotilla.trainer.training.journal import MAX_ROWS
-from tests.cluster.launched import Launched, launched, run_to_end, some_of
+from tests.cluster.launched import Launched, launched, run_to_end, sections, some_of
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -190,18 +190,10 @@ SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 def settings(strategy: str, steps: int) -> dict[str, Any]:
     clipping = {"global_clipnorm": 0.5}
-    return {
-        "model": {"name": "tests.cluster.problems:net"},
-        "training": {
-            "strategy": strategy,
-            "steps": steps,
-            "optimizer": {"name": "adam", "learning_rate": 0.01, "args": clipping},
-            "checkpoint_every": 1000,
-            "validate_every": 200,
-        },
-        "cluster": {"parameter_servers": 2, "workers": 2},
-        "gate": {"min": {"accuracy": 0.9}},
-    }
+    optimizer = {"name": "adam", "learning_rate": 0.01, "args": clipping}
+    training = {"strategy": strategy, "optimizer": optimizer, "validate_every": 200}
+    own = {"model": {"name": "tests.cluster.problems:net"}, "gate": {"min": {"accuracy": 0.9}}}
+    return {**own, **sections(steps, 1000, training, parameter_servers=2)}
 
 
 def state(run: Launched) -> dict[str, np.ndarray]:
@@ -399,15 +391,7 @@ def test_two_devices_scale_and_accumulate_together(tmp_path):
 
 
 EVERY = 200
-SETTINGS = {
-    "training": {
-        "strategy": "multi_worker_mirrored",
-        "steps": 1000,
-        "checkpoint_every": EVERY,
-        "validate_every": 0,
-    },
-    "cluster": {"workers": 2, "communication": "ring"},
-}
+SETTINGS = sections(1000, EVERY, {"strategy": "multi_worker_mirrored"}, communication="ring")
 
 
 def words(run: Launched, task: str) -> str:

@@ -20,7 +20,7 @@ from flotilla.trainer.models import choice
 from flotilla.trainer.preflight.proposal import propose
 from flotilla.trainer.strategies.async_parameter_server import MAX_PORTION
 from tests.cluster import visited
-from tests.cluster.launched import Launched, launched, run_to_end, some_of
+from tests.cluster.launched import Launched, launched, run_to_end, sections, some_of
 from tests.cluster.servers import Outcome, Trial, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -33,16 +33,7 @@ IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
 def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:
-    return {
-        "training": {
-            "strategy": strategy,
-            "steps": steps,
-            "batch_size": 16,
-            "checkpoint_every": STEPS,
-            "validate_every": 0,
-        },
-        "cluster": {"parameter_servers": 1, "workers": 2, **cluster},
-    }
+    return sections(steps, STEPS, {"strategy": strategy, "batch_size": 16}, **cluster)
 
 
 def counted(run: Launched) -> int:

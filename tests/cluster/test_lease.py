@@ -11,16 +11,13 @@ from flotilla.trainer import storage
 from flotilla.trainer.cluster import lease
 from flotilla.trainer.cluster.lease import lease_uri
 from flotilla.trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
-from tests.cluster.launched import SECONDS, launched, run_to_end
+from tests.cluster.launched import SECONDS, launched, run_to_end, sections
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EVERY = 200
 STEPS = 2000
-SETTINGS = {
-    "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
-    "cluster": {"parameter_servers": 1, "workers": 1, "max_restarts": 3},
-}
+SETTINGS = sections(STEPS, EVERY, workers=1, max_restarts=3)
 ENDLESS = {"training": {**SETTINGS["training"], "strategy": "single", "steps": 10**7}}
 
 

@@ -12,7 +12,7 @@ from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from tests.cluster.by_hand import CHIEF, PS, by_hand
-from tests.cluster.launched import run_to_end
+from tests.cluster.launched import run_to_end, sections
 from tests.cluster.looking import MORE
 from tests.cluster.problems import values_of
 from tests.cluster.servers import serving
@@ -38,10 +38,7 @@ def test_a_look_leaves_nothing_in_the_memory_of_a_server(tmp_path):
 
 
 STEPS = 300
-CONFIG = {
-    "training": {"steps": STEPS, "checkpoint_every": 100, "validate_every": 0},
-    "cluster": {"parameter_servers": 1, "workers": 2},
-}
+CONFIG = sections(STEPS, 100)
 WORKERS = [Task(role="worker", index=index) for index in range(2)]
 
 
@@ -84,12 +81,9 @@ WORKER = Task(role="worker", index=0)
 
 
 def settings_of_parts(steps: int, servers: int = 2, **training: object) -> dict[str, object]:
-    own = {"steps": steps, "checkpoint_every": 20, "validate_every": 0, "checkpoint_parts_mb": 0}
-    return {
-        "training": {**own, **training},
-        # With a partial recovery, the chief might save the values that remain.
-        "cluster": {"parameter_servers": servers, "workers": 1, "recovery": "full"},
-    }
+    # With a partial recovery, the chief might save the values that remain.
+    sizes = {"parameter_servers": servers, "workers": 1, "recovery": "full"}
+    return sections(steps, 20, {"checkpoint_parts_mb": 0, **training}, **sizes)
 
 
 @pytest.mark.timeout(1200)

@@ -11,7 +11,7 @@ from flotilla.trainer.checkpoints.index import RECOVERED, list_checkpoints
 from flotilla.trainer.cluster import lease
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events import AttemptBegin, LeaseTakenOver, Restart, ServersLost
-from tests.cluster.launched import launched
+from tests.cluster.launched import launched, sections
 from tests.cluster.leaving import IDS, STEPS
 from tests.cluster.servers import serving
 
@@ -97,9 +97,8 @@ def test_servers_that_live_keep_their_values_to_the_bit(leaving):
 
 
 def settings(*, training=None, **cluster):
-    own = {"steps": END, "checkpoint_every": EVERY, "validate_every": EVERY, "keep": 100}
-    sizes = {"parameter_servers": 2, "workers": 2, "max_restarts": 3}
-    return {"training": {**own, **(training or {})}, "cluster": {**sizes, **cluster}}
+    own = {"validate_every": EVERY, "keep": 100, **(training or {})}
+    return sections(END, EVERY, own, **{"parameter_servers": 2, "max_restarts": 3, **cluster})
 
 
 def fields(checkpoints, step):

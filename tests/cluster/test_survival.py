@@ -22,7 +22,7 @@ from flotilla.trainer.events import AttemptBegin, CheckpointPublished, Restart, 
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, INTERRUPTED, TransientError
 from tests.cluster.by_hand import by_hand
-from tests.cluster.launched import SECONDS, launched, run_to_end, some_of
+from tests.cluster.launched import SECONDS, launched, run_to_end, sections, some_of
 from tests.cluster.test_job import PUBLISHED
 from tests.kubernetes.cluster import shared
 from tests.pipelines.called import Called, call, calling, setting
@@ -31,10 +31,7 @@ from tests.stores.fixtures import bucket_name
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
-SETTINGS = {
-    "training": {"steps": 2000, "checkpoint_every": 200, "validate_every": 0},
-    "cluster": {"parameter_servers": 1, "workers": 2, "max_restarts": 3},
-}
+SETTINGS = sections(2000, 200, max_restarts=3)
 
 
 def test_a_second_interrupt_ends_at_once(dataset, tmp_path):
@@ -119,12 +116,9 @@ def test_a_kill_between_the_last_checkpoint_and_the_record_costs_no_step(
 
 ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
-CHIEF_ATTEMPTS_SETTINGS = {
-    "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    # With full recovery, the servers do not keep values between attempts. Kept values would take
-    # memory.
-    "cluster": {"workers": 2, "max_restarts": ATTEMPTS, "recovery": "full"},
-}
+# With full recovery, the servers do not keep values between attempts. Kept values would take
+# memory.
+CHIEF_ATTEMPTS_SETTINGS = sections(10**7, 200, max_restarts=ATTEMPTS, recovery="full")
 
 
 @pytest.mark.long
@@ -215,14 +209,8 @@ STALL_SECONDS = 8
 
 
 def settings(strategy: str, **cluster: object) -> dict[str, object]:
-    training = {
-        "strategy": strategy,
-        "steps": STALLED_STEPS,
-        "checkpoint_every": EVERY,
-        "validate_every": 0,
-        "stall_timeout": STALL_SECONDS,
-    }
-    return {"training": training, "cluster": {"workers": 2, "max_restarts": 2, **cluster}}
+    training = {"strategy": strategy, "stall_timeout": STALL_SECONDS}
+    return sections(STALLED_STEPS, EVERY, training, max_restarts=2, **cluster)
 
 
 ASYNC, SYNC, MIRRORED = "async_parameter_server", "sync_parameter_server", "multi_worker_mirrored"
@@ -299,8 +287,7 @@ DISK_EVERY = 100
 
 
 def settings_of_disk(steps):
-    training = {"strategy": "single", "steps": steps, "checkpoint_every": DISK_EVERY, "keep": 9}
-    return {"training": {**training, "validate_every": 0}}
+    return sections(steps, DISK_EVERY, {"strategy": "single", "keep": 9})
 
 
 @pytest.fixture

@@ -23,6 +23,7 @@ from flotilla.trainer.events import AttemptBegin, Progress
 from flotilla.trainer.runtime import signals
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN
 from flotilla.trainer.strategies.async_parameter_server import TURN
+from tests.cluster.launched import sections
 from tests.cluster.pods import CHIEF, pods, why_not
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -33,10 +34,7 @@ NAME = "pod.fleet.test"
 CEILING = 25
 MOUNTED = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
 REJOIN_EVERY = 500
-CONFIG = {
-    "training": {"steps": 10**7, "checkpoint_every": REJOIN_EVERY, "validate_every": 0},
-    "cluster": {"parameter_servers": 1, "workers": 2},
-}
+CONFIG = sections(10**7, REJOIN_EVERY)
 ROLES = {"ps": 1, "worker": 2, "chief": 1}
 PS, WORKER = Task(role="ps", index=0), Task(role="worker", index=1)
 
@@ -269,14 +267,7 @@ def test_a_call_over_a_connection_that_is_cut_off_ends_and_the_next_one_is_answe
 
 
 def settings_of_cut_off(strategy: str) -> dict[str, object]:
-    training = {
-        "strategy": strategy,
-        "steps": 10**7,
-        "checkpoint_every": CUT_OFF_EVERY,
-        "validate_every": 0,
-        "stall_timeout": STALL,
-    }
-    return {"training": training, "cluster": {"parameter_servers": 1, "workers": 2}}
+    return sections(10**7, CUT_OFF_EVERY, {"strategy": strategy, "stall_timeout": STALL})
 
 
 @pytest.fixture
