@@ -40,13 +40,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.trainer import events, storage
-from flotilla.trainer.checkpoints.history import (
-    HISTORY_FILE,
-    LogFiles,
-    RowFile,
-    SegmentedRowFile,
-    UploadQueue,
-)
+from flotilla.trainer.checkpoints.history import HISTORY_FILE, LogFiles, UploadQueue, row_file
 from flotilla.trainer.checkpoints.index import (
     KIND,
     Retention,
@@ -307,8 +301,7 @@ class Publisher:
         self._known = self._read_known()
         #: The URI and step of the newest published checkpoint, or empty and 0 if there is none.
         self.last, self.step = "", 0
-        kind = RowFile if storage.local_path(job.checkpoints) else SegmentedRowFile
-        self.history = kind(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
+        self.history = row_file(storage.join(job.checkpoints, HISTORY_FILE), lease.require)
 
     def begin(self, earlier: Metrics) -> str:
         """Publish a checkpoint left unpublished, restore the newest one, and return its URI."""

@@ -406,7 +406,7 @@ def test_state_comes_back_as_well_as_weights(published, tmp_path):
     restore_model(uri, model, tmp_path / "scratch")
     (storage.local_path(uri) / "variables.index").write_bytes(b"")
     with pytest.raises(UserError, match=r"is damaged: variables\.index has 0 bytes"):
-        restore_model(uri, model, tmp_path / "scratch")
+        restore_model(uri, model, tmp_path / "another")
     found = weights(model)
     assert any("moving_variance" in path for path in found)
     assert any("seed" in path for path in found)
