@@ -25,7 +25,6 @@ from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.strategies.async_parameter_server import AsyncParameterServer
-from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.mirrored import Replicated
 from flotilla.trainer.strategies.strategy import Problem
 from flotilla.trainer.tasks.base import Target, Task
@@ -428,30 +427,10 @@ def slowed(worker: int, times: int, microseconds: int) -> Problem:
     usual = equal()
 
     def batches() -> tf.data.Dataset:
-        return usual.batches().apply(sleep(_factor(worker, times) * microseconds))
+        factor = tf.where(number() == worker, tf.constant(times, tf.int64), 1)
+        return usual.batches().apply(sleep(factor * microseconds))
 
     return replace(usual, batches=batches)
-
-
-def lent(worker: int, times: int, microseconds: int) -> Problem:
-    """Return the problem `slowed` with `data.partition: dynamic`."""
-    data = examples(800)
-
-    def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        # TensorFlow sleeps twice: for the element, and at the end of the data.
-        delay = sleep(_factor(worker, times) * microseconds // 2)
-        wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
-        inputs, labels = held
-        return tf.gather(inputs, wanted), tf.gather(labels, wanted)
-
-    stream = Stream(
-        examples=len(data[1]), seed=0, held=lambda: tf.data.Dataset.from_tensors(data), read=read
-    )
-    return replace(equal(), stream=stream)
-
-
-def _factor(worker: int, times: int) -> tf.Tensor:
-    return tf.where(number() == worker, tf.constant(times, tf.int64), 1)
 
 
 def failing(worker: int, after: int) -> Problem:

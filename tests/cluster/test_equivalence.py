@@ -429,14 +429,3 @@ def test_all_begin_again_when_one_dies_and_all_end_by_a_signal_after_one_last_ch
         f"interrupted at global step {newest}; checkpoint {run.checkpoints}/step-{newest:08d}"
     )
     assert words(run, "worker-0") == words(run, "worker-1") == said.strip()
-
-
-def test_a_loss_that_diverges_is_reported_once_with_the_checkpoint_before(dataset, tmp_path):
-    wild = {**SETTINGS["training"], "optimizer": {"name": "sgd", "learning_rate": 1e6}}
-    with launched({**SETTINGS, "training": wild}, dataset, tmp_path) as run:
-        code, said = run.end()
-    assert code == 1
-    assert said.count("\n") == 1
-    assert "training diverged: the loss is" in said
-    assert f"{run.checkpoints}/step-00000000" in said
-    assert run.newest() == 0

@@ -225,26 +225,6 @@ def require_kept(run: Launched, strategy: str, names: list[str]) -> None:
     require_once(run, run.newest() * AVERAGED[strategy][0], lost=lost)
 
 
-SLOWER = 4
-
-
-@pytest.mark.long
-def test_a_worker_that_is_four_times_slower_takes_a_quarter(tmp_path):
-    config = {"training": {"strategy": ASYNC, "batch_size": 8}, "cluster": {"workers": 2}}
-    # Steps take so long that all other costs are negligible.
-    uneven = {"worker": 1, "times": SLOWER, "microseconds": 200_000}
-    trial = Trial(config, "tests.cluster.problems:lent", [10, 100], uneven)
-    with serving(tmp_path, ps=1, workers=2) as servers:
-        both = [steps_of(report) for report in servers.lead(trial).reports]
-    fast, slow = (both[1][name] - both[0][name] for name in ("worker-0", "worker-1"))
-    assert fast + slow == 100
-    assert SLOWER - 1 <= fast / slow <= SLOWER + 1
-
-
-def steps_of(report: dict[str, Any]) -> dict[str, int]:
-    return {name: each["local_steps"] for name, each in report["metrics"]["workers"].items()}
-
-
 ROWS, EPOCHS, BATCH, WORKERS = 300, 3, 16, 2
 WORDS = ("sun", "rain", "wind", "snow", "fog", "hail", "frost", "storm")
 DRAW = random.Random(0)

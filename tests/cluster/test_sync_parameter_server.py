@@ -92,6 +92,7 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers, steps):
         [r["loss"] for r in outcome.reports], [r["loss"] for r in single.reports], rtol=1e-6
     )
     assert_adds_up(outcome, runs, needed=2)
+    assert local_steps(outcome.reports[-1]) == {"worker-0": sum(runs), "worker-1": sum(runs)}
 
 
 def test_each_worker_computes_its_own_gradients(two_workers):
@@ -116,16 +117,6 @@ def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_work
     )
 
 
-@pytest.mark.long
-@IN_TURNS
-def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers, steps):
-    runs = [1, 333, 666]
-    outcome = two_workers.lead(trial("problems:equal", runs, steps=steps))
-    assert_adds_up(outcome, runs, needed=2)
-    assert local_steps(outcome.reports[-1]) == {"worker-0": 1000, "worker-1": 1000}
-    assert outcome.reports[-1]["metrics"]["dropped_gradients"] == 0
-
-
 def slowed(needed: int, runs: list[int]) -> Trial:
     uneven = {"worker": 2, "times": 20, "microseconds": 10_000}
     return trial("problems:slowed", runs, workers=3, needed=needed, **uneven)
@@ -142,16 +133,8 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS
-    assert ahead.reports[-1]["metrics"]["dropped_gradients"] > 0
-
-
-@pytest.mark.long
-def test_what_comes_late_is_dropped_and_counted(three_workers):
-    runs = [20, 20]
-    outcome = three_workers.lead(trial("problems:equal", runs, workers=3, needed=1))
-    assert_adds_up(outcome, runs, needed=1)
-    dropped = [report["metrics"]["dropped_gradients"] for report in outcome.reports]
-    assert dropped[0] > 0
+    dropped = [report["metrics"]["dropped_gradients"] for report in ahead.reports]
+    assert dropped[-1] > 0
     assert all(before <= after for before, after in pairwise(dropped))
 
 

@@ -110,21 +110,18 @@ def test_the_record_of_another_run_is_not_believed(over):
     refused(other)
 
 
-def test_a_record_is_not_believed_once_training_has_gone_on(over):
-    publish(over, STEPS + 10)
-    refused(over)
-
-
-def test_a_record_is_not_believed_without_its_checkpoint(over):
-    storage.delete(storage.join(over.checkpoints, f"step-{STEPS:08d}"))
-    refused(over)
-
-
-def test_a_record_is_not_believed_of_a_checkpoint_that_was_published_again(over):
+@pytest.mark.parametrize("change", ["training has gone on", "deleted", "published again"])
+def test_a_record_is_not_believed_once_its_checkpoint_is_not_the_newest(over, change):
     uri = storage.join(over.checkpoints, f"step-{STEPS:08d}")
     path = storage.local_path(uri) / "MANIFEST.json"
-    tree = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(tree | {"created": "2030-01-01T00:00:00.000Z"}), encoding="utf-8")
+    if change == "training has gone on":
+        publish(over, STEPS + 10)
+    elif change == "deleted":
+        storage.delete(uri)
+    else:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree["created"] = "2030-01-01T00:00:00.000Z"
+        path.write_text(json.dumps(tree), encoding="utf-8")
     refused(over)
 
 
