@@ -136,8 +136,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
     save(kept, 10)
     assert of(alone=False).newest() is None
     blocked[0].set()
-    with kept.flush_at_end():
-        save(kept, 20)
+    save_and_end(kept, 20)
     assert of(alone=False).newest().global_step == 20
     assert of("another machine", alone=False).newest().global_step == 20
 
@@ -145,8 +144,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
 def test_the_oldest_go_and_what_was_published_does_not_stay_here(of, uri, tmp_path):
     kept = of(keep=2)
     for step in (1, 2, 3, 4):
-        with kept.flush_at_end():
-            save(kept, step)
+        save_and_end(kept, step)
     assert steps(uri) == [3, 4]
     assert not list((tmp_path / "chief-0" / "unpublished").glob("step-*"))
 
@@ -155,8 +153,7 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     kept = of()
     for step in (1, 2):
-        with kept.flush_at_end():
-            save(kept, step)
+        save_and_end(kept, step)
     bucket, _, key = uri.partition("://")[2].partition("/")
     for name in ("variables.index", "variables.data-00000-of-00001"):
         at = f"{key}/step-00000002/{name}"
@@ -241,8 +238,7 @@ def test_logs_that_cannot_be_uploaded_end_no_training(of, uri, monkeypatch, capl
 
     monkeypatch.setattr(storage, "write_bytes", write)
     for step in (1, 2, 3):
-        with kept.flush_at_end():
-            save(kept, step)
+        save_and_end(kept, step)
     assert steps(uri) == [1, 2, 3]
     said = [each for each in caplog.messages if "no more room for logs" in each]
     assert said == ["the TensorBoard logs cannot be uploaded: no more room for logs"]
@@ -252,8 +248,7 @@ def test_logs_go_with_a_checkpoint(of, uri):
     kept = of()
     kept.logs.mkdir(parents=True)
     (kept.logs / "events.1").write_bytes(b"figures")
-    with kept.flush_at_end():
-        save(kept, 1)
+    save_and_end(kept, 1)
     assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
 
 
@@ -300,8 +295,7 @@ def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
     held.acquire()
     kept = of()
     kept.lease = held
-    with kept.flush_at_end():
-        save(kept, 100)
+    save_and_end(kept, 100)
     assert steps(uri) == [100]
     for number in holders(uri):
         storage.delete(lease_uri(uri, number))

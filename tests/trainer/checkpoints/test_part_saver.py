@@ -109,15 +109,13 @@ def test_what_is_updated_after_a_save_is_not_in_it(tmp_path, two_servers):
 
 def test_a_damaged_part_is_passed_over_by_name(tmp_path, two_servers, caplog):
     made = saved(tmp_path, two_servers, variables(10))
-    with made.flush_at_end():
-        made.save(variables(20), io_device=None, fields={})
+    save_steps(made, 20)
     part = storage.local_path(made.last) / "variables.data-00001-of-00002"
     part.write_bytes(part.read_bytes()[:-1] + b"!")
     again = opened(tmp_path, two_servers)
     assert again.newest().global_step == 10
     assert "variables.data-00001-of-00002 has crc32c" in caplog.text
-    with again.flush_at_end():
-        again.save(variables(20), io_device=None, fields={})
+    save_steps(again, 20)
     assert opened(tmp_path, two_servers).newest().global_step == 20
 
 
@@ -205,8 +203,8 @@ def test_a_server_that_cannot_publish_says_why(tmp_path, two_servers, monkeypatc
 
     made = saved(tmp_path, two_servers, variables(10))
     monkeypatch.setattr(storage, "add_file", refuse)
-    with pytest.raises(UserError, match="no space on the disk of the server"), made.flush_at_end():
-        made.save(variables(20), io_device=None, fields={})
+    with pytest.raises(UserError, match="no space on the disk of the server"):
+        save_steps(made, 20)
     assert storage.names(made.uri) == ["step-00000010"]
 
 
@@ -222,8 +220,8 @@ def test_a_chief_whose_disk_is_full_says_so(tmp_path, two_servers, monkeypatch, 
 
     monkeypatch.setattr(made.parts, "_add_small", add_small)
     expected = {"parts": "cannot save file:.*: File too large; raise", "whole": "cannot write a ch"}
-    with pytest.raises(UserError, match=expected[of]), made.flush_at_end():
-        made.save(variables(10), io_device=None, fields={})
+    with pytest.raises(UserError, match=expected[of]):
+        save_steps(made, 10)
     assert storage.names(made.uri) == []
 
 
@@ -238,8 +236,7 @@ def test_no_place_for_a_draft_is_one_line(tmp_path, two_servers):
 def test_retention_holds_for_parts(tmp_path, two_servers):
     made = opened(tmp_path, two_servers)
     for step in (10, 20, 30):
-        with made.flush_at_end():
-            made.save(variables(step), io_device=None, fields={})
+        save_steps(made, step)
     assert storage.names(made.uri) == ["step-00000020", "step-00000030"]
 
 
