@@ -186,20 +186,19 @@ def saved(place, step, learnt=None):
 
 def test_a_new_model_learns_from_its_dataset(dataset, tmp_path):
     run = storage.uri_of(tmp_path / "run")
+    # A Keras file contains no statistics.
+    keras_file = TrainingConfig(warm_start="file:///somewhere/model.keras")
     assert mean(index.learnt_of_dataset(dataset)) == 1
-    assert mean(index.learnt_of_run(run, TrainingConfig(), dataset)) == 1
+    for training in (TrainingConfig(), keras_file):
+        assert mean(index.learnt_of_run(run, training, dataset)) == 1
 
 
-def test_a_checkpoint_keeps_what_its_model_has_learnt(dataset, tmp_path):
-    checkpoint = saved(tmp_path / "run", 5, learnt=2.0)
-    assert mean(index.learnt_of_checkpoint(checkpoint, dataset)) == 2
-
-
-def test_a_model_that_asks_for_nothing_adds_nothing_to_its_checkpoints(dataset, tmp_path):
-    checkpoint = saved(tmp_path / "run", 5)
+@pytest.mark.parametrize(("learnt", "found"), [(2.0, 2), (None, 1)])
+def test_a_checkpoint_keeps_what_its_model_has_learnt_if_it_asks(dataset, tmp_path, learnt, found):
+    checkpoint = saved(tmp_path / "run", 5, learnt=learnt)
     files = {each.path for each in storage.read_manifest(checkpoint).files}
-    assert statistics.FILE not in files
-    assert mean(index.learnt_of_checkpoint(checkpoint, dataset)) == 1
+    assert (statistics.FILE in files) is (learnt is not None)
+    assert mean(index.learnt_of_checkpoint(checkpoint, dataset)) == found
 
 
 def test_a_run_goes_on_with_what_it_has_begun_with(dataset, tmp_path):
@@ -218,12 +217,6 @@ def test_a_damaged_checkpoint_is_passed_over(dataset, tmp_path):
     newest = saved(run, 6, learnt=2.0)
     (storage.local_path(newest) / statistics.FILE).write_bytes(b"")
     assert mean(index.learnt_of_run(storage.uri_of(run), TrainingConfig(), dataset)) == 2
-
-
-def test_weights_without_statistics_leave_the_dataset(dataset, tmp_path):
-    keras_file = TrainingConfig(warm_start="file:///somewhere/model.keras")
-    run = storage.uri_of(tmp_path / "run")
-    assert mean(index.learnt_of_run(run, keras_file, dataset)) == 1
 
 
 @pytest.mark.parametrize(

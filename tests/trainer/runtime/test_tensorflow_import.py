@@ -154,9 +154,7 @@ def run(*arguments):
 
 def test_noise_is_left_out_of_standard_error_in_the_block():
     assert run().stderr == b"a word\nINFO:tensorflow:Assets written to: y\n"
-
-
-def test_what_a_library_says_when_it_ends_the_process_comes_through():
+    # What a library prints when it ends the process comes through.
     done = run("abort")
     assert done.returncode < 0
     assert done.stderr == b"a word\n"

@@ -332,17 +332,12 @@ def fitted(tmp_path, name, uri="", **args):
     return dry_run.fit(config, tmp_path / "scratch", uri)
 
 
-def test_a_compiled_model_fits(tmp_path):
+def test_a_compiled_a_large_and_a_loaded_model_fit(tmp_path):
     fit = fitted(tmp_path, "trained")
     assert (fit.task, fit.parameters) == ("classification", 610)
-
-
-def test_a_large_model_gets_few_values(tmp_path):
+    # A large model gets few values.
     units = 10**9
     assert fitted(tmp_path, "trained", units=units).parameters == units * (64 + 1 + 10) + 10
-
-
-def test_a_model_that_is_loaded_fits(tmp_path):
     model = own_models.trained(InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,)))
     model.optimizer.build(model.trainable_variables)
     model.save(path := tmp_path / "known.keras")

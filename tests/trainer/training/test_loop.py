@@ -511,15 +511,17 @@ def test_a_task_that_does_not_publish_names_the_last_checkpoint(run):
         run.train(task, steps=100, should_stop=lambda: task.global_step() >= 20)
 
 
-def test_an_early_stop_of_one_stops_all(run):
-    task = WithOthers(0, 1, 0, 0, at=10)
-    assert run.train(task, steps=100, keep=9) == 10
-    assert run.steps() == [0, 10]
-
-
-def test_a_checkpoint_that_is_due_on_another_task_is_saved(run):
-    run.train(WithOthers(0, 0, 1, 0, at=10), steps=30, keep=9, checkpoint_every=1000)
-    assert run.steps() == [0, 10, 20, 30]
+@pytest.mark.parametrize(
+    ("others", "given", "steps"),
+    [
+        ((0, 1, 0, 0), {"steps": 100}, [0, 10]),
+        ((0, 0, 1, 0), {"steps": 30, "checkpoint_every": 1000}, [0, 10, 20, 30]),
+    ],
+    ids=["an early stop", "a checkpoint that is due"],
+)
+def test_what_another_task_decides_is_done_by_all(run, others, given, steps):
+    assert run.train(WithOthers(*others, at=10), keep=9, **given) == steps[-1]
+    assert run.steps() == steps
 
 
 def test_the_longest_inner_loop_is_run_by_all(run):

@@ -146,13 +146,9 @@ def test_who_trains_nothing_has_nothing(staged, role):
     assert not list(folder.glob("shards")) + list(folder.glob("validation"))
 
 
-def test_a_dataset_without_validation_is_trained_on(staged):
-    folder = staged(SERVED, "worker", shards={"train": 3})
-    assert numbers(folder / "shards") == (0,)
+def test_a_dataset_without_validation_is_trained_on_and_a_graph_can_read_whose_folder_it_is(staged):
+    folder = staged(SERVED, "worker", 2, shards={"train": 3})
+    assert numbers(folder / "shards") == (2,)
     assert not (folder / "validation").exists()
-
-
-def test_a_graph_can_read_whose_folder_it_runs_in(staged):
-    folder = staged(SERVED, "worker", 2)
     assert (folder / NUMBER_FILE).read_text(encoding="utf-8") == "2"
     assert parameter_server.NUMBER_FILE == NUMBER_FILE
