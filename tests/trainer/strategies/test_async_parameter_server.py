@@ -263,6 +263,8 @@ def test_at_rest_nobody_goes_on_and_all_of_it_is_reported(clock):
     assert report.global_step is None
     assert fleet.applied > first.global_step
     assert sum(each["local_steps"] for each in report.metrics["workers"].values()) == fleet.applied
+    # Without new updates, the loss stays.
+    assert strategy.rest().loss == LOSS
     # After a rest, they go on from there.
     boundary = fleet.applied + 3
     strategy.advance(3, boundary)
