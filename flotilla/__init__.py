@@ -21,10 +21,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from flotilla.pipelines import models
-    from flotilla.pipelines.compare import Comparison, compare
     from flotilla.pipelines.predict import Prediction, predict
     from flotilla.pipelines.replay import evaluate
-    from flotilla.pipelines.runs.control import Cancellation, cancel, logs, status
+    from flotilla.pipelines.runs.control import (
+        Cancellation,
+        Comparison,
+        cancel,
+        compare,
+        logs,
+        status,
+    )
     from flotilla.pipelines.runs.kfp_access import Instance
     from flotilla.pipelines.runs.kfp_watch import follow
     from flotilla.pipelines.runs.local import prepare, run, train
@@ -69,10 +75,16 @@ __all__ = [
 # import of the KFP client takes about a second.
 _HOMES = {
     "flotilla.pipelines": ("models",),
-    "flotilla.pipelines.compare": ("Comparison", "compare"),
     "flotilla.pipelines.predict": ("Prediction", "predict"),
     "flotilla.pipelines.replay": ("evaluate",),
-    "flotilla.pipelines.runs.control": ("Cancellation", "cancel", "logs", "status"),
+    "flotilla.pipelines.runs.control": (
+        "Cancellation",
+        "Comparison",
+        "cancel",
+        "compare",
+        "logs",
+        "status",
+    ),
     "flotilla.pipelines.runs.kfp_access": ("Instance",),
     "flotilla.pipelines.runs.kfp_watch": ("follow",),
     "flotilla.pipelines.runs.local": ("prepare", "run", "train"),

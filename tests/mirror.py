@@ -44,7 +44,6 @@ ELSEWHERE = {
         "tests/bad_inputs",
         "tests/golden/test_command_line.py",
     ),
-    "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks.py",),
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),

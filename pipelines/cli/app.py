@@ -333,7 +333,7 @@ def _refuse_removed(arguments: list[str]) -> str:
         for each, after in zip(arguments, [*arguments[1:], ""], strict=True):
             option, _, joined = each.partition("=")
             if option == PARAMETER:
-                from flotilla.pipelines.old_parameters import describe_replacement
+                from flotilla.pipelines.settings import describe_replacement
 
                 given = joined or after
                 name = given.partition("=")[0] or given

@@ -6,13 +6,17 @@ or wrapped within a word, so that ids and URIs can be copied.
 
 from __future__ import annotations
 
+import os
+import re
+import socket
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -20,7 +24,6 @@ from rich.style import Style
 from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, name_step_of
-from flotilla.pipelines.links import link_address, takes_links
 from flotilla.pipelines.runs.outcome import RunResult, find_model, measure_duration
 from flotilla.trainer import storage
 from flotilla.trainer.events.progress import duration
@@ -188,6 +191,12 @@ def _pad(part: Text, cell: Text, room: int) -> Text:
     return space + part if cell.justify == "right" else part + space
 
 
+# Terminals that support hyperlinks (OSC 8), recognized by the variables that they set.
+_PROGRAMS = ("ghostty", "Hyper", "iTerm.app", "rio", "terminology", "vscode", "WezTerm", "zed")
+_TERMS = ("alacritty", "contour", "foot", "wezterm", "xterm-ghostty", "xterm-kitty")
+_VARIABLES = ("DOMTERM", "KITTY_WINDOW_ID", "KONSOLE_VERSION", "WT_SESSION")
+# Version numbers of VTE 0.50 and later.
+_VTE = re.compile(r"[5-9]\d{3}|\d{5,}")
 _COLOURS = {
     "done": "green",
     "blessed": "green",
@@ -322,6 +331,30 @@ def display_path(uri: str) -> str:
         return uri
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def takes_links(stream: IO[str], environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a stream is a terminal that is known to support hyperlinks."""
+    term = environment.get("TERM", "")
+    if not stream.isatty() or environment.get("NO_COLOR") or term in ("", "dumb"):
+        return False
+    if forced := environment.get("FORCE_HYPERLINK"):
+        return forced != "0"
+    # A terminal multiplexer drops hyperlinks or prints their codes, unless configured otherwise.
+    if term.startswith(("screen", "tmux")):
+        return False
+    vte = environment.get("VTE_VERSION", "")
+    return (
+        term.startswith(_TERMS)
+        or environment.get("TERM_PROGRAM") in _PROGRAMS
+        or _VTE.fullmatch(vte) is not None
+        or any(map(environment.get, _VARIABLES))
+    )
+
+
+def link_address(path: Path) -> str:
+    """Return the `file:` URL of a path, with the host name, because the terminal may be remote."""
+    return f"file://{quote(socket.gethostname())}{quote(os.fsencode(path.absolute()))}"
 
 
 def _link(console: Console, uri: str) -> Text:

@@ -22,9 +22,9 @@ from flotilla.trainer.runtime.streams import say
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from flotilla.pipelines.doctor import Check, Finding
     from flotilla.pipelines.doctor.checks import DoctorOptions
-    from flotilla.pipelines.doctor.examination import Check, Finding
-    from flotilla.pipelines.retention.plan import Item, Plan, Policy
+    from flotilla.pipelines.retention import Item, Plan, Policy
     from flotilla.trainer.config.schema import Config as RunConfig
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
@@ -94,7 +94,7 @@ def doctor(
 ) -> Answer:
     """Check whether this machine or the cluster is ready for a run, without starting one."""
     from flotilla.pipelines.doctor.checks import DoctorOptions
-    from flotilla.pipelines.doctor.permissions import check_name
+    from flotilla.pipelines.doctor.cluster import check_name
     from flotilla.pipelines.runs.kfp_access import check_namespace, find_namespace
     from flotilla.pipelines.runs.local import configuration, require_current_folder
     from flotilla.pipelines.step_settings import check_image
@@ -122,8 +122,8 @@ def doctor(
 
 def _examine(options: DoctorOptions) -> Answer:
     from flotilla.pipelines.cli.display import Terminal
+    from flotilla.pipelines.doctor import examine
     from flotilla.pipelines.doctor.checks import checks
-    from flotilla.pipelines.doctor.examination import examine
 
     terminal = Terminal()
     listed = checks(options)
@@ -184,7 +184,7 @@ def gc(
     yes: Yes = False,
 ) -> Answer:
     """Remove files left by interrupted writes and, on request, old runs and versions."""
-    from flotilla.pipelines.retention.plan import policy
+    from flotilla.pipelines.retention import policy
     from flotilla.pipelines.retention.removal import collect, require_clock
     from flotilla.pipelines.runs.local import configuration, find_root
 
@@ -214,8 +214,8 @@ def _apply_retention(
 ) -> Answer:
     from datetime import UTC, datetime
 
+    from flotilla.pipelines.retention import make_plan
     from flotilla.pipelines.retention.inventory import read
-    from flotilla.pipelines.retention.plan import make_plan
     from flotilla.pipelines.retention.removal import remove
     from flotilla.trainer import storage
 

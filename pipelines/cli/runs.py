@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import webbrowser
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +25,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from flotilla.pipelines.cli.display import Table
-    from flotilla.pipelines.compare import Comparison
+    from flotilla.pipelines.runs.control import Comparison
     from flotilla.pipelines.runs.log_view import LogLine
     from flotilla.pipelines.runs.outcome import RunResult
 
 
+_STDOUT, _STDERR = 1, 2
 _LABEL = max(len(stage.name) for stage in STAGES)
 
 
@@ -200,7 +205,6 @@ def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
 
     The command always prints the address, even if it finds no browser.
     """
-    from flotilla.pipelines.links import open_page
     from flotilla.pipelines.runs import control
     from flotilla.trainer import storage
 
@@ -217,6 +221,36 @@ def open_(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     )
 
 
+def open_page(address: str, environment: Mapping[str, str] = os.environ) -> bool:
+    """Open a page in the user's browser. Return whether that succeeded."""
+    has_choice = bool(environment.get("BROWSER"))
+    is_elsewhere = "SSH_CONNECTION" in environment and "DISPLAY" not in environment
+    if is_elsewhere and not has_choice:
+        return False
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return False
+    # A generic browser runs in this terminal, so it is used only if the user has chosen it.
+    is_of_terminal = type(browser) is webbrowser.GenericBrowser
+    if is_of_terminal and not has_choice:
+        return False
+    with _output_to_stderr():
+        return browser.open(address)
+
+
+@contextmanager
+def _output_to_stderr() -> Iterator[None]:
+    """Redirect the standard output of child programs to standard error in this block."""
+    before = os.dup(_STDOUT)
+    try:
+        os.dup2(_STDERR, _STDOUT)
+        yield
+    finally:
+        os.dup2(before, _STDOUT)
+        os.close(before)
+
+
 @answers
 def compare(
     runs: Annotated[
@@ -228,7 +262,7 @@ def compare(
     workdir: Workdir = RUNS,
 ) -> Answer:
     """Compare runs side by side."""
-    from flotilla.pipelines.compare import compare as compare_runs
+    from flotilla.pipelines.runs.control import compare as compare_runs
 
     found = compare_runs(runs, workdir)
     show_lines(_comparison_table(found))

@@ -18,8 +18,8 @@ from flotilla.trainer.runtime.streams import say
 if TYPE_CHECKING:
     from flotilla.pipelines.cli.display import Table
     from flotilla.pipelines.runs.outcome import RunResult
+    from flotilla.pipelines.sweeps import SweepOptions
     from flotilla.pipelines.sweeps.local import SweepResult
-    from flotilla.pipelines.sweeps.plan import SweepOptions
     from flotilla.trainer.sweeps.sweep import Result, Sweep, Trial
 
 Searched = Annotated[
@@ -140,7 +140,7 @@ def sweep(
 ) -> Answer:
     """Train trials with different settings, and evaluate, export and register the best one."""
     from flotilla.pipelines.step_settings import NO_SETTINGS
-    from flotilla.pipelines.sweeps.plan import SweepOptions
+    from flotilla.pipelines.sweeps import SweepOptions
 
     options = SweepOptions(
         config=config,

@@ -15,16 +15,9 @@ from flotilla.components.kubernetes.names import JobKind
 from flotilla.components.kubernetes.pods.template import leading
 from flotilla.components.kubernetes.requirements import LAUNCHER, TRAINER
 from flotilla.components.launchers import ENGINES, engine
+from flotilla.pipelines.doctor import ENDING_SECONDS, Check, Finding, machine, resources
 from flotilla.pipelines.doctor import cluster as clusters
-from flotilla.pipelines.doctor import (
-    machine,
-    permissions,
-    resources,
-    storage,
-)
-from flotilla.pipelines.doctor.cluster import Cluster
-from flotilla.pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
-from flotilla.pipelines.doctor.permissions import Account
+from flotilla.pipelines.doctor.cluster import Account, Cluster
 from flotilla.pipelines.runs.kfp_access import (
     ENDPOINT,
     NAMESPACE,
@@ -137,7 +130,7 @@ def _machine_checks(config: Config, workdir: Path) -> Iterator[Check]:
         root = find_root(config, workdir)
         yield Check(
             name="signatures",
-            look=lambda: storage.signatures(root, config.name),
+            look=lambda: machine.signatures(root, config.name),
             seconds=SIGNATURE_SECONDS,
         )
     if not clusters.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
@@ -169,13 +162,13 @@ def _storage(config: Config, workdir: Path) -> Check:
         return _found("storage", Finding("skipped", words))
     root = find_root(config, workdir)
     try:
-        probe, show = Probe(root), storage.find_remedy(root, SILENT)
+        probe, show = Probe(root), machine.find_remedy(root, SILENT)
     except UserError as error:
         wrong = Finding("fail", str(error), "flotilla doctor --set storage.root=URI")
         return _found("storage", wrong)
     return Check(
         name="storage",
-        look=lambda: storage.usable(root, probe),
+        look=lambda: machine.usable(root, probe),
         seconds=STORAGE_SECONDS,
         trace=probe,
         show=show,
@@ -231,7 +224,9 @@ def _engine_checks(
     # Leave out the store's secret, because a run does not require it.
     objects = resources.list_named_objects(clusters.plan(one, config, PodDefaults(store_secret="")))
     if resources.list_named_objects(job) - objects:
-        yield _cluster_check("secret of the store", partial(storage.opens, cluster, config))
+        yield _cluster_check(
+            "secret of the store", partial(resources.check_secret, cluster, config)
+        )
     titles = []
     for each, title in resources.KINDS.items():
         if some := frozenset(named for named in objects if named.kind == each):
@@ -241,7 +236,7 @@ def _engine_checks(
     # Skip this check if an object is missing, because another check already reports it.
     yield Check(
         name="admission",
-        look=lambda: permissions.admits(cluster, job),
+        look=lambda: clusters.admits(cluster, job),
         needs=(API, "namespace", served, *titles),
         seconds=ADMISSION_SECONDS,
         show=clusters.SHOW,
@@ -274,17 +269,17 @@ def _permission_checks(
     config: Config, options: DoctorOptions, cluster: Cluster, kind: JobKind
 ) -> Iterator[Check]:
     where = cluster.namespace
-    account = permissions.parse_account(options.service_account, options.namespace or where)
+    account = clusters.parse_account(options.service_account, options.namespace or where)
     own = config.cluster.kubernetes.of(leading(config).role).service_account
     tasks = Account(where, own) if own else account
     show = f"kubectl get serviceaccounts --namespace {account.namespace}"
-    yield _cluster_check("permissions of this user", lambda: permissions.check_user(cluster, kind))
-    yield _cluster_check(ACCOUNT, lambda: permissions.check_ui_account(cluster, account), show)
+    yield _cluster_check("permissions of this user", lambda: clusters.check_user(cluster, kind))
+    yield _cluster_check(ACCOUNT, lambda: clusters.check_ui_account(cluster, account), show)
     for name, who, role in (
         ("permissions of the KFP UI account", account, LAUNCHER),
         ("permissions of the tasks", tasks, TRAINER),
     ):
-        yield _cluster_check(name, partial(permissions.check_account, cluster, who, role, kind))
+        yield _cluster_check(name, partial(clusters.check_account, cluster, who, role, kind))
 
 
 def show_instance(instance: Instance) -> str:

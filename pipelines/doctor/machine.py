@@ -1,4 +1,4 @@
-"""Checks of a configuration, and of this machine for local runs, without slow imports."""
+"""Checks of a configuration, its storage root and this machine, without slow imports."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from typing import Any
 
 from flotilla.components.kubernetes.pods.template import replicas
 from flotilla.components.launchers import ENGINES, engine, require_shared
+from flotilla.pipelines.doctor import Finding, State
 from flotilla.pipelines.doctor.cluster import is_on_kubernetes
-from flotilla.pipelines.doctor.examination import Finding, State
+from flotilla.trainer import signing, storage
 from flotilla.trainer.cluster import fitting
 from flotilla.trainer.cluster import loopback as ports
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.preflight.check import check
-from flotilla.trainer.runtime.errors import ConfigError
-from flotilla.trainer.storage.uri import speaks_s3
+from flotilla.trainer.promotion import registry
+from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import uri
+from flotilla.trainer.storage.probe import SILENT, Probe, Unfit
+from flotilla.trainer.storage.store import Trouble
 
 
 def consistent(config: Config, *, elsewhere: bool = False) -> Finding:
@@ -109,7 +113,7 @@ _PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "go
 def packages(config: Config, names: tuple[str, ...] = _PACKAGES) -> Finding:
     """Check that the packages that a run needs are installed."""
     wanted = [*names]
-    if speaks_s3(config.storage.root):
+    if uri.speaks_s3(config.storage.root):
         wanted.append("boto3")
     if any(form.startswith("tflite") for form in config.export.formats):
         wanted.append("ai_edge_litert")
@@ -174,3 +178,97 @@ def check_shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
             "warn", f"{message}, too little for NCCL", f"mount -o remount,size=2G {folder}"
         )
     return Finding("ok", message)
+
+
+_LOGINS = {
+    "gs": "gcloud auth application-default login",
+    "s3": "aws sts get-caller-identity",
+    "minio": (
+        "export AWS_ACCESS_KEY_ID=$(kubectl get secret mlpipeline-minio-artifact --namespace "
+        "kubeflow --output 'go-template={{.data.accesskey | base64decode}}') "
+        "AWS_SECRET_ACCESS_KEY=$(kubectl get secret mlpipeline-minio-artifact --namespace "
+        "kubeflow --output 'go-template={{.data.secretkey | base64decode}}')"
+    ),
+}
+_POLICY = (
+    '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":["s3:GetObject",'
+    '"s3:PutObject","s3:DeleteObject","s3:AbortMultipartUpload","s3:ListBucket"],"Resource":'
+    '["arn:aws:s3:::BUCKET","arn:aws:s3:::BUCKET/*"]}]}'
+)
+
+
+def usable(root: str, probe: Probe) -> Finding:
+    """Write, read, list and delete a test file below `root`, and report what fails."""
+    try:
+        probe.examine()
+    except Unfit as unfit:
+        left = f"; {probe.uri} could not be deleted; delete it" if "delete" in unfit.actions else ""
+        return Finding(
+            "fail", f"{_describe_unfit(root, unfit)}{left}", find_remedy(root, unfit.trouble)
+        )
+    return Finding("ok", f"wrote, read, listed and deleted a test file below {root}")
+
+
+def signatures(root: str, name: str) -> Finding:
+    """Check the signing keys and, if there is a public key, the champion's signature."""
+    try:
+        keys = ", ".join(signing.check())
+        champion = registry.champion(root, name)
+        if champion and signing.verify(champion.uri) and signing.verifies():
+            signed = f"version {champion.number} of {name} has a valid signature"
+            return Finding("ok", f"{keys}; {signed}")
+    except UserError as error:
+        return Finding("fail", str(error), f"flotilla models show {shlex.quote(name)}")
+    return Finding("ok", keys)
+
+
+def _describe_unfit(root: str, unfit: Unfit) -> str:
+    actions = ", ".join(unfit.actions)
+    home = root if storage.local_path(root) else uri.locate(root).home
+    if unfit.trouble == Trouble.NO_BUCKET.name:
+        return f"there is no bucket {home}"
+    if unfit.trouble == Trouble.NO_CREDENTIALS.name:
+        return f"{home} rejects the credentials, or no credentials are set: {unfit.reason}"
+    if unfit.trouble == Trouble.DENIED.name:
+        return f"no permission to {actions} below {root}: {unfit.reason}"
+    if unfit.trouble == SILENT:
+        return f"{home} does not answer: {unfit.reason}"
+    return f"cannot {actions} below {root}: {unfit.reason}"
+
+
+def find_remedy(root: str, trouble: str) -> str:
+    """Return the command that fixes or explains a problem, named as in `probe.Unfit.trouble`."""
+    folder = storage.local_path(root)
+    if folder:
+        return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
+    location = uri.locate(root)
+    if trouble == Trouble.NO_CREDENTIALS.name:
+        return _LOGINS[location.scheme]
+    return (
+        _gcs_remedy(location, trouble) if location.scheme == "gs" else _s3_remedy(location, trouble)
+    )
+
+
+def _gcs_remedy(location: uri.Location, trouble: str) -> str:
+    if trouble == Trouble.NO_BUCKET.name:
+        return f"gcloud storage buckets create {location.home}"
+    if trouble == Trouble.DENIED.name:
+        return (
+            f"gcloud storage buckets add-iam-policy-binding {location.home} "
+            "--member=user:$(gcloud config get account) --role=roles/storage.objectAdmin"
+        )
+    return f"gcloud storage ls {location.home}"
+
+
+def _s3_remedy(location: uri.Location, trouble: str) -> str:
+    url = uri.find_endpoint(location).url
+    at = f" --endpoint-url {url}" if url else ""
+    if trouble == Trouble.NO_BUCKET.name:
+        return f"aws s3 mb s3://{location.bucket}{at}"
+    if trouble == Trouble.DENIED.name:
+        policy = _POLICY.replace("BUCKET", location.bucket)
+        return (
+            "aws iam put-user-policy --user-name USER --policy-name flotilla "
+            f"--policy-document '{policy}'"
+        )
+    return f"aws s3 ls s3://{location.bucket}{at}"

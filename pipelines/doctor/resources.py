@@ -17,8 +17,10 @@ from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.client import RefusedError
 from flotilla.components.kubernetes.names import Tree
 from flotilla.components.kubernetes.requirements import TRAINER, format_grant
+from flotilla.pipelines.doctor import Finding
 from flotilla.pipelines.doctor.cluster import NODES, Cluster, PlannedJob, Role
-from flotilla.pipelines.doctor.examination import Finding
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.storage import uri
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
@@ -155,6 +157,33 @@ def _remedy(namespace: str, kind: str, name: str, keys: list[str]) -> str:
         return format_grant(namespace, f"system:serviceaccount:{namespace}:{name}", TRAINER)
     literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
     return _REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
+
+
+# A complete pair of keys. The third key, a session token, is optional.
+_PAIR = frozenset(uri.BOTO_KEYS[:2])
+
+
+def check_secret(cluster: Cluster, config: Config) -> Finding:
+    """Warn, but do not fail, if the secret has no complete key pair: pods may use a role."""
+    where, lacking = cluster.namespace, "does not have both keys for this store"
+    pairs = [_PAIR]
+    root = config.storage.root
+    if uri.speaks_s3(root) and uri.find_endpoint(uri.locate(root)).kfp_secret:
+        pairs.append(frozenset(uri.KFP_KEYS))
+    try:
+        data = cluster.api.read(f"/api/v1/namespaces/{where}/secrets/{uri.KFP_SECRET}").get("data")
+    except RefusedError as error:
+        if not error.is_missing:
+            raise
+        data, lacking = None, "does not exist"
+    keys = set(data) if isinstance(data, Mapping) else set()
+    if any(pair <= keys for pair in pairs):
+        return Finding("ok", uri.KFP_SECRET)
+    message = (
+        f"the secret {uri.KFP_SECRET} {lacking}: the pods can use the store only through a role of "
+        "their service account"
+    )
+    return Finding("warn", message, f"kubectl get secret {uri.KFP_SECRET} --namespace {where}")
 
 
 # An image name that begins with a registry.

@@ -25,7 +25,7 @@ from typing import Any
 from flotilla.components import in_use
 from flotilla.components.records.run_store import STEPS as RECORDS
 from flotilla.components.table import STEPS, SWEEP_STEPS
-from flotilla.pipelines.retention.plan import (
+from flotilla.pipelines.retention import (
     NOTE,
     RUN,
     SHARED,

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flotilla.components import in_use
-from flotilla.pipelines.retention.inventory import is_changed, read, read_model
-from flotilla.pipelines.retention.plan import (
+from flotilla.pipelines.retention import (
     RUN,
     SHARED,
     SWEEP,
@@ -33,6 +32,7 @@ from flotilla.pipelines.retention.plan import (
     find_run,
     make_plan,
 )
+from flotilla.pipelines.retention.inventory import is_changed, read, read_model
 from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import remove_expired
 from flotilla.trainer.promotion import registry

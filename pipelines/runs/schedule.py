@@ -20,11 +20,6 @@ from kfp_server_api import (
 
 from flotilla.pipelines import notebook
 from flotilla.pipelines.compile import read_defaults
-from flotilla.pipelines.old_parameters import (
-    are_old_parameters,
-    convert_parameters,
-    describe_ignored,
-)
 from flotilla.pipelines.runs import kfp_watch
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import (
@@ -53,7 +48,12 @@ from flotilla.pipelines.runs.submission import (
     run_parameters,
 )
 from flotilla.pipelines.schedule_times import Timing, describe, make_timing
-from flotilla.pipelines.settings import Settings
+from flotilla.pipelines.settings import (
+    Settings,
+    are_old_parameters,
+    convert_parameters,
+    describe_ignored,
+)
 from flotilla.pipelines.step_settings import check_image
 from flotilla.trainer.code import forget_schedule, note_schedule
 from flotilla.trainer.config.form import SETTINGS, from_form, to_form

@@ -28,7 +28,7 @@ from flotilla.pipelines.runs import local, local_status
 from flotilla.pipelines.runs.local import GivenConfig
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.pipelines.settings import Sections, Settings, format_search, make_assignments
-from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
+from flotilla.pipelines.sweeps import SweepOptions, plan_sweep
 from flotilla.trainer import storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import Event, StepEnd

@@ -25,7 +25,7 @@ from flotilla.components.sweeps.finish_sweep import finish_sweep
 from flotilla.components.sweeps.run_trial import run_trial
 from flotilla.pipelines.compile import write_pipeline
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
-from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
+from flotilla.pipelines.sweeps import SweepOptions, plan_sweep
 from flotilla.pipelines.training import Wiring, make_signature, pipeline_on_cluster, promote
 from flotilla.trainer.config.form import to_form
 from flotilla.trainer.runtime.errors import ConfigError

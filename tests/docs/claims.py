@@ -10,7 +10,7 @@ from itertools import pairwise
 import typer
 
 from flotilla.pipelines.cli.app import app
-from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
+from flotilla.pipelines.sweeps import SweepOptions, plan_sweep
 from flotilla.trainer.__main__ import _parser
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config

@@ -1,8 +1,8 @@
 """The compiled pipelines as golden files, so that every change is reviewed."""
 
 from flotilla.pipelines.compile import compile_pipeline
+from flotilla.pipelines.sweeps import SweepOptions
 from flotilla.pipelines.sweeps.pipeline import compile_sweep
-from flotilla.pipelines.sweeps.plan import SweepOptions
 
 
 def test_the_compiled_pipeline_is_the_golden_file(golden, tmp_path):

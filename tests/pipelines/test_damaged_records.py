@@ -14,9 +14,9 @@ from rich.console import Console
 from flotilla.components.records.step_record import read_records
 from flotilla.pipelines import models
 from flotilla.pipelines.cli.display import closing_table
-from flotilla.pipelines.compare import compare
 from flotilla.pipelines.retention.removal import collect
 from flotilla.pipelines.runs import control, local
+from flotilla.pipelines.runs.control import compare
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.history import History
 from flotilla.trainer.checkpoints.index import list_checkpoints

@@ -11,8 +11,7 @@ import typer.main
 
 from flotilla.pipelines import compile
 from flotilla.pipelines.cli.app import app, call
-from flotilla.pipelines.doctor import machine
-from flotilla.pipelines.doctor.examination import Finding
+from flotilla.pipelines.doctor import Finding, machine
 from flotilla.pipelines.runs import kfp_access
 from flotilla.trainer.runtime.masking import printable
 from tests.kfp_instance.fixtures import _compiled_before

@@ -4,7 +4,7 @@ Also the endpoint and the credentials of the S3-compatible store that a URI name
 file names: `*`, `?`, `**`, `[ab]`, `{a,b}`, `{SPAN}` and `{DATE}`.
 
 A new scheme needs an entry in `SCHEMES` and a class like `gcs.GcsBucket` that `publishing._bucket`
-creates. It also needs a row for its login in `pipelines/doctor/storage.py`, and one for its name in
+creates. It also needs a row for its login in `pipelines/doctor/machine.py`, and one for its name in
 KFP's user interface in `pipelines/runs/kfp_run.py`.
 
 Keys in buckets are not encoded, except for `%25` and `%3F`, because a question mark begins the

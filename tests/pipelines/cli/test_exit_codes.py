@@ -113,7 +113,7 @@ ROWS = {
         returns={}),
     "configs": Row(mistake="digitz", calls="flotilla.pipelines.configs.list_examples"),
     "compare": Row(words=" ".join(RUNS), mistake="absent gone",
-        calls="flotilla.pipelines.compare.compare"),
+        calls="flotilla.pipelines.runs.control.compare"),
     "gc": Row(mistake="--dry-run", calls="flotilla.pipelines.retention.removal.collect"),
     "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.render_job"),
     "upload": Row(
@@ -142,7 +142,7 @@ ROWS = {
     "cancel": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.cancel"),
     "open": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.find_page",
         returns=Page(run_id=RUNS[0], url="https://ui.example.com"),
-        also=(("flotilla.pipelines.links.open_page", True),)),
+        also=(("flotilla.pipelines.cli.runs.open_page", True),)),
     "replay": Row(
         words=f"{RUNS[0]} train_model",
         mistake="absent train_model",

@@ -10,9 +10,8 @@ import pytest
 import urllib3
 
 from flotilla.pipelines.cli import app
+from flotilla.pipelines.doctor import Finding, machine
 from flotilla.pipelines.doctor import cluster as clusters
-from flotilla.pipelines.doctor import machine
-from flotilla.pipelines.doctor.examination import Finding
 from flotilla.pipelines.runs import kfp_access
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 

@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-from flotilla.pipelines.doctor import examination
-from flotilla.pipelines.doctor.examination import Check, Finding, examine
+from flotilla.pipelines import doctor as examination
+from flotilla.pipelines.doctor import Check, Finding, examine
 from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
 
 OK = Finding("ok", "fine")

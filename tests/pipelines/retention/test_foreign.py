@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from flotilla.pipelines.retention import removal
+from flotilla.pipelines.retention import make_plan, policy, removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import make_plan, policy
 from flotilla.trainer import storage
 from flotilla.trainer.storage.uri import split_names
 from tests.pipelines.retention.roots import age, manifest, run_of, version_of

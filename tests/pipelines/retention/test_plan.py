@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla.pipelines.retention.plan import (
+from flotilla.pipelines.retention import (
     CHECKPOINT,
     RUN,
     VERSION,

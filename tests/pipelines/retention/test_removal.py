@@ -11,9 +11,8 @@ from flotilla.components import in_use
 from flotilla.components.records import step_record
 from flotilla.components.records.record import record_stage
 from flotilla.pipelines.cli import app
-from flotilla.pipelines.retention import removal
+from flotilla.pipelines.retention import find_run, make_plan, policy, removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import find_run, make_plan, policy
 from flotilla.pipelines.retention.removal import collect
 from flotilla.trainer import storage
 from flotilla.trainer.cluster.lease import (

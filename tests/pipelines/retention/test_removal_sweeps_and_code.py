@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.components import in_use
-from flotilla.pipelines.retention import removal
+from flotilla.pipelines.retention import make_plan, policy, removal
 from flotilla.pipelines.retention.inventory import read
-from flotilla.pipelines.retention.plan import make_plan, policy
-from flotilla.pipelines.sweeps.plan import SweepOptions
-from flotilla.pipelines.sweeps.plan import plan_sweep as trials_of
+from flotilla.pipelines.sweeps import SweepOptions
+from flotilla.pipelines.sweeps import plan_sweep as trials_of
 from flotilla.trainer import code as bundle
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from flotilla.pipelines import links
+from flotilla.pipelines.cli import runs as commands
 
 pytestmark = pytest.mark.usefixtures("uploaded")
 
@@ -286,7 +286,7 @@ def test_a_run_neither_here_nor_there(remote, monkeypatch):
 
 def test_open_shows_the_page_of_a_run(instance, remote, started, monkeypatch):
     opened = []
-    monkeypatch.setattr(links, "open_page", lambda uri: not opened.append(uri))
+    monkeypatch.setattr(commands, "open_page", lambda uri: not opened.append(uri))
     answer = remote("open", started)
     assert (answer.code, answer.out, opened) == (1, "", [])
     assert f"no link: {instance.url} serves only the API; set the URL of" in answer.err

@@ -13,8 +13,8 @@ import pytest
 
 from flotilla.components.records.record import STOPPING
 from flotilla.components.records.run_store import RUN_ID
-from flotilla.pipelines.old_parameters import keys
 from flotilla.pipelines.runs import local, local_status
+from flotilla.pipelines.settings import keys
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.form import from_form, to_local_form
 from flotilla.trainer.config.load import load_config, parse_config

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from flotilla.pipelines import links
+from flotilla.pipelines.cli import runs as commands
 from flotilla.pipelines.runs import control, local, local_status
 from flotilla.pipelines.runs.local import LocalRun
 from flotilla.trainer.config.schema import Config
@@ -234,7 +234,7 @@ def test_of_a_step_or_task_that_is_not_there_the_nearest_is_named(
 def test_open_shows_the_report(flotilla, folder, monkeypatch, is_opened):
     (folder / "report.html").write_text("<p>")
     opened = []
-    monkeypatch.setattr(links, "open_page", lambda uri: opened.append(uri) or is_opened)
+    monkeypatch.setattr(commands, "open_page", lambda uri: opened.append(uri) or is_opened)
     answer = flotilla("open", folder.name, "--workdir", folder.parent)
     assert (answer.code, answer.out) == (0, f"{folder / 'report.html'}\n")
     assert opened == [(folder / "report.html").as_uri()]
@@ -245,7 +245,7 @@ def test_open_shows_the_page_of_a_sweep(flotilla, tmp_path, monkeypatch):
     page = tmp_path / "sweep-1" / "sweep.html"
     page.parent.mkdir()
     page.write_text("<p>")
-    monkeypatch.setattr(links, "open_page", lambda _uri: False)
+    monkeypatch.setattr(commands, "open_page", lambda _uri: False)
     answer = flotilla("open", "sweep-1", "--workdir", tmp_path)
     assert (answer.code, answer.out) == (0, f"{page}\n")
 

@@ -14,8 +14,7 @@ import pytest
 from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.models import list_models
 from flotilla.pipelines.runs.outcome import RunResult
-from flotilla.pipelines.sweeps import local
-from flotilla.pipelines.sweeps.plan import SweepOptions
+from flotilla.pipelines.sweeps import SweepOptions, local
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError, UserError

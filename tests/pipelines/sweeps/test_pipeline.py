@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from flotilla.pipelines.models import list_models
+from flotilla.pipelines.sweeps import SweepOptions
 from flotilla.pipelines.sweeps.pipeline import compile_sweep
-from flotilla.pipelines.sweeps.plan import SweepOptions
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flotilla.pipelines.sweeps.plan import SweepOptions, plan_sweep
+from flotilla.pipelines.sweeps import SweepOptions, plan_sweep
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flotilla.pipelines import old_parameters
+from flotilla.pipelines import settings as old_parameters
 from flotilla.trainer.config import load
 from flotilla.trainer.config.load import REMOVED, load_config, parse_config, parse_value
 from flotilla.trainer.config.schema import Config

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from flotilla.pipelines import old_parameters
+from flotilla.pipelines import settings as old_parameters
 from flotilla.trainer.config import schema as module
 from flotilla.trainer.config.data import LIMITS, RULES, DataGateConfig
 from flotilla.trainer.config.load import load_config, parse_config

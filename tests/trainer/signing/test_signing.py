@@ -9,7 +9,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
-from flotilla.pipelines.doctor.storage import signatures
+from flotilla.pipelines.doctor.machine import signatures
 from flotilla.trainer import signing, storage
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError, UserError

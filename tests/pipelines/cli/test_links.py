@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
-from flotilla.pipelines import links
+from flotilla.pipelines.cli import display
 from flotilla.pipelines.cli.display import Terminal, show_verdict
 from flotilla.pipelines.runs.outcome import RunResult
 from flotilla.trainer import storage
@@ -44,8 +44,8 @@ class Screen(io.StringIO):
     ],
 )
 def test_which_terminals_show_links(environment, expected):
-    assert links.takes_links(Screen(), environment) is expected
-    assert links.takes_links(io.StringIO(), environment) is False
+    assert display.takes_links(Screen(), environment) is expected
+    assert display.takes_links(io.StringIO(), environment) is False
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def displayed(tmp_path, monkeypatch):
 
 def test_the_report_is_a_link_with_the_name_of_the_machine(displayed, monkeypatch):
     show, report = displayed
-    monkeypatch.setattr(links.socket, "gethostname", lambda: "host one")
+    monkeypatch.setattr(display.socket, "gethostname", lambda: "host one")
     text = show(Screen(), **KNOWN)
     assert f";file://host%20one{str(report).replace(' ', '%20')}\x1b\\{report}" in text
 
@@ -88,7 +88,7 @@ def test_elsewhere_it_is_its_path(displayed, screen, more):
 
 
 def test_a_name_cannot_end_a_link(tmp_path):
-    address = links.link_address(tmp_path / "\x1b\\;x\n%")
+    address = display.link_address(tmp_path / "\x1b\\;x\n%")
     assert address.isprintable()
     assert "\x1b" not in address
     assert Text("x", f"link {address}").plain == "x"
@@ -99,7 +99,7 @@ def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
     browser.write_text(f'#!/bin/sh\necho noise\nprintf %s "$1" > {opened}\n')
     browser.chmod(0o755)
     program = (
-        "import sys; from flotilla.pipelines.links import open_page;"
+        "import sys; from flotilla.pipelines.cli.runs import open_page;"
         "print(open_page('file:///a%20b'))"
     )
     environment = {**os.environ, "BROWSER": str(browser)}
@@ -115,7 +115,7 @@ def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
     [{}, {"SSH_CONNECTION": "a", "BROWSER": ""}, {"BROWSER": "/nowhere/browser"}],
 )
 def test_a_machine_without_a_browser(environment):
-    program = "from flotilla.pipelines.links import open_page; print(open_page('file:///a'))"
+    program = "from flotilla.pipelines.cli.runs import open_page; print(open_page('file:///a'))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={"PATH": "/nowhere", **environment},
@@ -130,7 +130,7 @@ def test_a_browser_in_the_terminal_is_not_chosen_unasked(tmp_path):
     for name in ("w3m", "lynx"):
         (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
         (tmp_path / name).chmod(0o755)
-    program = "from flotilla.pipelines.links import open_page; print(open_page('file:///a'))"
+    program = "from flotilla.pipelines.cli.runs import open_page; print(open_page('file:///a'))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
         env={"PATH": str(tmp_path)},

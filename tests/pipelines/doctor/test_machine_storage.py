@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
-from flotilla.pipelines.doctor import examination
-from flotilla.pipelines.doctor.storage import signatures
+from flotilla.pipelines import doctor as examination
+from flotilla.pipelines.doctor.machine import signatures
 from tests.pipelines.doctor.conftest import content
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name

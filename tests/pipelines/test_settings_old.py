@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from flotilla.pipelines.old_parameters import (
+from flotilla.pipelines.settings import (
     OPTIONS,
     are_old_parameters,
     convert_parameters,
