@@ -12,7 +12,6 @@ import typer
 
 from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.exit import Answer, answers, failure, output, show_lines
-from flotilla.pipelines.cli.run import RUNS
 from flotilla.pipelines.runs.kfp_access import Instance
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError, UserError
@@ -84,7 +83,7 @@ def doctor(
     config: opt.Config = None,
     label: opt.Label = None,
     assignments: opt.Assignments = None,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
     kubernetes: Annotated[
         bool,
         typer.Option("--kubernetes", help="Check the cluster even if cluster.launcher is local."),
@@ -177,7 +176,7 @@ Yes = Annotated[bool, typer.Option("--yes", help="Remove without asking for conf
 def gc(
     config: opt.Config = None,
     assignments: opt.Assignments = None,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
     keep_runs: KeepRuns = "",
     keep_versions: KeepVersions = None,
     dry_run: DryRun = False,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Literal
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -15,8 +16,7 @@ from flotilla.pipelines.cli.completion import (
 )
 from flotilla.pipelines.cli.exit import Answer, answers, show_lines
 from flotilla.pipelines.cli.housekeeping import format_bytes
-from flotilla.pipelines.cli.options import Root, Workdir
-from flotilla.pipelines.cli.run import RUNS
+from flotilla.pipelines.cli.options import RUNS, Root, Workdir, group_options
 from flotilla.trainer.runtime.errors import DONE, FAILED, ConfigError
 from flotilla.trainer.runtime.streams import say
 
@@ -229,99 +229,47 @@ def _draw(found: Contents) -> None:
     )
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        metavar="MODEL",
+_PREDICT = {
+    "model": Annotated[str, typer.Argument(metavar="MODEL",
         help="The model: NAME (for its champion), NAME@VERSION or a URI.",
-        autocompletion=complete_model_versions,
-    ),
-]
-Inputs = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="INPUT...",
+        autocompletion=complete_model_versions)],
+    "inputs": Annotated[list[str] | None, typer.Argument(metavar="INPUT...",
         help="The rows: files, folders, patterns or URIs of CSV, JSONL, Parquet, npz or images, or "
-        "the URI of a dataset.",
-    ),
-]
-Output = Annotated[
-    str,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="The file to write (.csv, .jsonl or .parquet), or - for standard output.",
-    ),
-]
-To = Annotated[
-    Literal["csv", "jsonl", "parquet"] | None,
-    typer.Option(
+        "the URI of a dataset.")],
+    "output": Annotated[str, typer.Option("-o", "--output", metavar="FILE",
+        help="The file to write (.csv, .jsonl or .parquet), or - for standard output.")],
+    "to": Annotated[Literal["csv", "jsonl", "parquet"] | None, typer.Option(
         help="The format of the output. Default: inferred from the file name, or jsonl for "
-        "standard output."
-    ),
-]
-From = Annotated[
-    Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
-    typer.Option("--format", help="The format of the input. Default: inferred from the file name."),
-]
-Split = Annotated[
-    str,
-    typer.Option(
-        metavar="SPLIT",
+        "standard output.")],
+    "format": Annotated[Literal["csv", "jsonl", "parquet", "tfrecord", "images"] | None,
+        typer.Option(help="The format of the input. Default: inferred from the file name.")],
+    "split": Annotated[str, typer.Option(metavar="SPLIT",
         help="The split to predict, of the dataset INPUT or, without INPUT, of the dataset that "
-        "the model was trained on.",
-    ),
-]
-Columns = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME,...", help="The input columns to copy to the output; '*' copies all."
-    ),
-]
-BatchSize = Annotated[
-    int,
-    typer.Option(min=0, help="The number of examples per batch. Default: evaluation.batch_size."),
-]
-SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be read.")]
+        "the model was trained on.")],
+    "columns": Annotated[list[str] | None, typer.Option(metavar="NAME,...",
+        help="The input columns to copy to the output; '*' copies all.")],
+    "batch_size": Annotated[int, typer.Option(min=0,
+        help="The number of examples per batch. Default: evaluation.batch_size.")],
+    "skip_bad": Annotated[bool, typer.Option("--skip-bad", help="Skip rows that cannot be read.")],
+    "workdir": Workdir,
+    "root": Root,
+}  # fmt: skip
 
 
 @answers
-def predict(
-    context: typer.Context,
-    model: Model,
-    inputs: Inputs = None,
-    output: Output = "-",
-    to: To = None,
-    format_: From = None,
-    split: Split = "",
-    columns: Columns = None,
-    batch_size: BatchSize = 0,
-    skip_bad: SkipBad = False,
-    workdir: Workdir = RUNS,
-    root: Root = "",
-) -> Answer:
+@partial(group_options, parameter="given", options=_PREDICT, output="-")
+def predict(context: typer.Context, given: dict[str, Any]) -> Answer:
     """Predict classes, probabilities or numbers for data of any size."""
     from flotilla.pipelines import predict as predicting
     from flotilla.pipelines.cli.live import Display
 
+    output = given.pop("output") or predicting.STANDARD_OUTPUT
     if output == predicting.STANDARD_OUTPUT and context.obj:
         raise ConfigError("-o: with --json, the rows need an output file; add -o FILE")
-    with Display(f"predict {model}") as show:
-        found = predicting.predict(
-            model,
-            inputs or (),
-            output=output or predicting.STANDARD_OUTPUT,
-            to=to or "",
-            format=format_ or "",
-            split=split,
-            columns=",".join(columns or ()),
-            batch_size=batch_size,
-            skip_bad=skip_bad,
-            workdir=workdir,
-            root=root,
-            on_event=show,
-        )
+    given |= {"columns": ",".join(given["columns"] or ()), "inputs": given["inputs"] or ()}
+    given |= {name: given[name] or "" for name in ("to", "format")}
+    with Display(f"predict {given['model']}") as show:
+        found = predicting.predict(**given, output=output, on_event=show)
     if not found.closed:
         left_out = f", {found.skipped} skipped" if found.skipped else ""
         where = "standard output" if found.output == predicting.STANDARD_OUTPUT else found.output

@@ -14,6 +14,7 @@ from flotilla.pipelines.cli.completion import complete_assignments, complete_run
 from flotilla.pipelines.cli.exit import copy_signature, warn
 from flotilla.pipelines.runs.kfp_access import Instance
 
+RUNS = Path("runs")
 Config = Annotated[
     str | None,
     typer.Argument(
@@ -189,7 +190,10 @@ _PODS = {
     "variables": _texts("--env", "NAME=VALUE",
         "An environment variable for the steps. Do not use it for a secret."),
 }  # fmt: skip
-_DEFAULTS = {"pipeline": "flotilla-training", "experiment": "flotilla"}
+_DEFAULTS = {
+    "pipeline": "flotilla-training", "experiment": "flotilla", "workdir": RUNS, "parallel": 1,
+    "model": inspect.Parameter.empty,
+}  # fmt: skip
 
 
 def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
@@ -202,13 +206,13 @@ def add_instance_options(command: Callable[..., Any], **own: Any) -> Callable[..
             warn(remark)
         return instance
 
-    return _group_options(command, "instance", options, made)
+    return group_options(command, "instance", options, made)
 
 
 def add_submission_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
     """Replace the parameter `target` with options for fields of a `Submission`, or `only` these."""
     options = {name: option for name, option in _TARGET.items() if name in (only or _TARGET)}
-    return _group_options(command, "target", options, dict)
+    return group_options(command, "target", options)
 
 
 def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., Any]:
@@ -220,7 +224,7 @@ def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., An
 
         return step_pods(**{name: value for name, value in named.items() if value})
 
-    grouped = _group_options(command, "pods", options, made)
+    grouped = group_options(command, "pods", options, made)
     if "label" not in inspect.signature(command).parameters or "labels" not in options:
         return grouped
 
@@ -235,11 +239,12 @@ def add_pod_options(command: Callable[..., Any], *only: str) -> Callable[..., An
     return copy_signature(called, grouped, [])
 
 
-def _group_options(
+def group_options(
     command: Callable[..., Any],
     parameter: str,
     options: Mapping[str, Any],
-    made: Callable[..., Any],
+    made: Callable[..., Any] = dict,
+    **defaults: Any,
 ) -> Callable[..., Any]:
     """Replace a parameter of a command with options, and let `made` compute its value from them."""
 
@@ -247,13 +252,14 @@ def _group_options(
         value = made(**{name: named.pop(name) for name in options})
         return command(**{parameter: value}, **named)
 
-    more = [
-        inspect.Parameter(
-            name,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=_DEFAULTS.get(name, "") if get_args(option)[0] is str else None,
-            annotation=option,
+    known = {**_DEFAULTS, **defaults}
+    more = []
+    for name, option in options.items():
+        kind = get_args(option)[0]
+        default = known.get(name, kind() if kind in (str, bool, int) else None)
+        more.append(
+            inspect.Parameter(
+                name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=option
+            )
         )
-        for name, option in options.items()
-    ]
     return copy_signature(called, command, more, without=parameter)

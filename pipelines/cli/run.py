@@ -25,15 +25,13 @@ if TYPE_CHECKING:
     from flotilla.trainer.code import Bundle
     from flotilla.trainer.events import StepResult
 
-RUNS = Path("runs")
-
 
 @answers
 def run(
     config: opt.Config = None,
     label: opt.Label = None,
     assignments: opt.Assignments = None,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
     resume: opt.Resume = None,
     code: opt.Code = None,
 ) -> Answer:
@@ -46,7 +44,7 @@ def prepare(
     config: opt.Config = None,
     label: opt.Label = None,
     assignments: opt.Assignments = None,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
     code: opt.Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
@@ -58,7 +56,7 @@ def train(
     config: opt.Config = None,
     label: opt.Label = None,
     assignments: opt.Assignments = None,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
     dataset: opt.Dataset = "",
     resume: opt.Resume = None,
     code: opt.Code = None,
@@ -171,7 +169,7 @@ def _where_it_failed(options: RunOptions, run: LocalRun, result: RunResult) -> l
     if result.exit_code == USAGE and not failure.frame:
         # A user error needs no more than its message.
         return []
-    place = [] if options.workdir == RUNS else ["--workdir", str(options.workdir)]
+    place = [] if options.workdir == opt.RUNS else ["--workdir", str(options.workdir)]
     replayed = ["flotilla", "replay", run.run_id, failure.step, "--pdb", *place]
     return [
         *([f"at {failure.frame}"] if failure.frame else []),
@@ -235,7 +233,7 @@ def replay(
     pdb: Annotated[
         bool, typer.Option("--pdb", help="Open a debugger at the line that raises the error.")
     ] = False,
-    workdir: opt.Workdir = RUNS,
+    workdir: opt.Workdir = opt.RUNS,
 ) -> Answer:
     """Run a step of a run again on this machine with the same inputs, without changing the run.
 

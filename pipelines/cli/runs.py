@@ -15,8 +15,8 @@ import typer
 from flotilla.components.table import STAGES
 from flotilla.pipelines.cli.completion import complete_runs, complete_steps
 from flotilla.pipelines.cli.exit import Answer, answers, detaching, output, show_lines, write
-from flotilla.pipelines.cli.options import Run, RunsDir, Workdir, add_instance_options
-from flotilla.pipelines.cli.run import RUNS, make_answer
+from flotilla.pipelines.cli.options import RUNS, Run, RunsDir, Workdir, add_instance_options
+from flotilla.pipelines.cli.run import make_answer
 from flotilla.pipelines.runs.kfp_access import Instance, is_named
 from flotilla.trainer.runtime.masking import join_lines
 from flotilla.trainer.runtime.streams import say

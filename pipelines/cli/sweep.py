@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,6 @@ import typer
 from flotilla.pipelines.cli import options as opt
 from flotilla.pipelines.cli.completion import complete_assignments, complete_sweeps
 from flotilla.pipelines.cli.exit import Answer, answers, show_lines, warn
-from flotilla.pipelines.cli.run import RUNS
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError
 from flotilla.trainer.runtime.streams import say
 
@@ -22,140 +22,59 @@ if TYPE_CHECKING:
     from flotilla.pipelines.sweeps.local import SweepResult
     from flotilla.trainer.sweeps.sweep import Result, Sweep, Trial
 
-Searched = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUES",
+# The options of a `SweepOptions`, then the others, in the order of the help.
+_OPTIONS = {
+    "config": opt.Config,
+    "label": opt.Label,
+    "assignments": Annotated[list[str] | None, typer.Option(
+        "--set", metavar="SECTION.KEY=VALUES", autocompletion=complete_assignments,
         help="The values of a key, such as a,b,c. With --random, --tpe or --auto also a range: "
-        "low..high or low..high:log. A single value applies to all trials. May be repeated.",
-        autocompletion=complete_assignments,
-    ),
-]
-Random = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
+        "low..high or low..high:log. A single value applies to all trials. May be repeated.")],
+    "random": Annotated[int | None, typer.Option(metavar="N",
         help="Draw the settings of N trials at random. Without --random, --tpe or --auto, the "
-        "sweep tries all combinations of values.",
-    ),
-]
-Tpe = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
+        "sweep tries all combinations of values.")],
+    "tpe": Annotated[int | None, typer.Option(metavar="N",
         help="Run N trials with settings that TPE chooses from earlier results. Default with "
-        "--auto: 20, or at most 200 with --minutes.",
-    ),
-]
-Seed = Annotated[
-    int | None, typer.Option(help="The seed for --random, --tpe and --auto. Default: 0.")
-]
-Halving = Annotated[
-    bool,
-    typer.Option(
-        "--asha", help="Train all trials for a few steps, continue with the best third, and repeat."
-    ),
-]
-Auto = Annotated[
-    bool,
-    typer.Option(
-        "--auto",
-        help="Search predefined hyperparameter ranges with --tpe and, if possible, --asha.",
-    ),
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(metavar="N", help="Stop all trials after N minutes, then evaluate the best one."),
-]
-Metric = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
+        "--auto: 20, or at most 200 with --minutes.")],
+    "seed": Annotated[int | None, typer.Option(
+        help="The seed for --random, --tpe and --auto. Default: 0.")],
+    "halving": Annotated[bool, typer.Option("--asha",
+        help="Train all trials for a few steps, continue with the best third, and repeat.")],
+    "auto": Annotated[bool, typer.Option("--auto",
+        help="Search predefined hyperparameter ranges with --tpe and, if possible, --asha.")],
+    "minutes": Annotated[float | None, typer.Option(metavar="N",
+        help="Stop all trials after N minutes, then evaluate the best one.")],
+    "metric": Annotated[str, typer.Option(metavar="NAME",
         help="The validation metric that ranks the trials. Default: the main metric of the "
-        "learning task.",
-    ),
-]
-Better = Annotated[
-    str,
-    typer.Option(
-        metavar="WORD",
-        help=(
-            "Whether higher or lower values of --metric are better. Default: inferred from the "
-            "metric's name."
-        ),
-    ),
-]
-Parallel = Annotated[
-    int, typer.Option(metavar="N", help="The maximum number of trials that run at the same time.")
-]
-ResumeSweep = Annotated[
-    str | None,
-    typer.Option(
-        "--resume",
-        metavar="SWEEP",
-        help="The id of a sweep to resume.",
-        autocompletion=complete_sweeps,
-    ),
-]
-Compile = Annotated[
-    bool,
-    typer.Option(
-        "--compile", help="Write a pipeline for a KFP instance instead of running the sweep."
-    ),
-]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="FILE",
-        parser=opt.local_path,
-        help="The file that --compile writes. Default: build/sweep.yaml.",
-    ),
-]
+        "learning task.")],
+    "better": Annotated[str, typer.Option(metavar="WORD",
+        help="Whether higher or lower values of --metric are better. Default: inferred from the "
+        "metric's name.")],
+    "parallel": Annotated[int, typer.Option(metavar="N",
+        help="The maximum number of trials that run at the same time.")],
+    "workdir": opt.Workdir,
+    "resume": Annotated[str | None, typer.Option("--resume", metavar="SWEEP",
+        help="The id of a sweep to resume.", autocompletion=complete_sweeps)],
+    "to_compile": Annotated[bool, typer.Option("--compile",
+        help="Write a pipeline for a KFP instance instead of running the sweep.")],
+    "output_file": Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE",
+        parser=opt.local_path, help="The file that --compile writes. Default: build/sweep.yaml.")],
+    "image": opt.Image,
+}  # fmt: skip
+_OTHERS = ("workdir", "resume", "to_compile", "output_file", "image")
 
 
 @answers
 @opt.add_pod_options
-def sweep(
-    pods: Any,
-    config: opt.Config = None,
-    label: opt.Label = None,
-    assignments: Searched = None,
-    random: Random = None,
-    tpe: Tpe = None,
-    seed: Seed = None,
-    halving: Halving = False,
-    auto: Auto = False,
-    minutes: Minutes = None,
-    metric: Metric = "",
-    better: Better = "",
-    parallel: Parallel = 1,
-    workdir: opt.Workdir = RUNS,
-    resume: ResumeSweep = None,
-    to_compile: Compile = False,
-    output_file: Output = None,
-    image: opt.Image = "",
-) -> Answer:
+@partial(opt.group_options, parameter="given", options=_OPTIONS)
+def sweep(pods: Any, given: dict[str, Any]) -> Answer:
     """Train trials with different settings, and evaluate, export and register the best one."""
     from flotilla.pipelines.step_settings import NO_SETTINGS
     from flotilla.pipelines.sweeps import SweepOptions
 
-    options = SweepOptions(
-        config=config,
-        label=tuple(label or ()),
-        settings=tuple(assignments or ()),
-        random=random,
-        tpe=tpe,
-        seed=seed,
-        halving=halving,
-        auto=auto,
-        minutes=minutes,
-        metric=metric,
-        better=better,
-        parallel=parallel,
-    )
+    workdir, resume, to_compile, output_file, image = (given.pop(name) for name in _OTHERS)
+    lists = {"label": given.pop("label"), "settings": given.pop("assignments")}
+    options = SweepOptions(**given, **{name: tuple(each or ()) for name, each in lists.items()})
     if resume is not None and to_compile:
         raise ConfigError(
             "--resume continues a sweep on this machine and cannot be combined with --compile"
