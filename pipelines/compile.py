@@ -39,7 +39,8 @@ def compile_all(
     check_image(image)
     if components is not None:
         # Create the folder before any file is written, so that an error leaves no incomplete set.
-        _make_folder(components, components)
+        with _writing(components):
+            components.mkdir(parents=True, exist_ok=True)
     compile_pipeline(output, image or IMAGE, pods, config)
     if components is None:
         return {"pipeline": str(output)}
@@ -94,19 +95,18 @@ def _compile(source: object) -> str:
     return _DEFAULT_MAPPING.sub(r"\1", text)
 
 
-def _make_folder(folder: Path, output: Path) -> None:
+@contextmanager
+def _writing(output: Path) -> Iterator[None]:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
 def _write(output: Path, text: str) -> None:
-    _make_folder(output.parent, output)
-    try:
+    with _writing(output):
+        output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
 # Lengths of the digest and the commit in a version name, in characters.

@@ -201,7 +201,7 @@ def pipeline_on_cluster(
         pipeline_config=configuration(),
     )
     _offer_choices(pipeline.pipeline_spec)
-    _name_artifacts(pipeline.pipeline_spec)
+    _name_artifacts(pipeline.pipeline_spec, pipeline.pipeline_spec.root.dag)
     return pipeline
 
 
@@ -213,12 +213,8 @@ def _offer_choices(spec: Any) -> None:
             declared[field.name].literals.add().string_value = choice
 
 
-def _name_artifacts(spec: Any) -> None:
+def _name_artifacts(spec: Any, dag: Any) -> None:
     """Name the inputs of step groups in KFP's graph after the outputs that they come from."""
-    _name_below(spec, spec.root.dag)
-
-
-def _name_below(spec: Any, dag: Any) -> None:
     for task in dag.tasks.values():
         group = spec.components[task.component_ref.name]
         if not group.dag.tasks:
@@ -234,7 +230,7 @@ def _name_below(spec: Any, dag: Any) -> None:
                 for each in inner.inputs.artifacts.values():
                     if each.component_input_artifact == channel:
                         each.component_input_artifact = name
-        _name_below(spec, group.dag)
+        _name_artifacts(spec, group.dag)
 
 
 def _call_wiring(wire: Any, place: Place, signature: inspect.Signature, secret: str = "") -> Any:

@@ -314,10 +314,9 @@ def start(options: RunOptions) -> LocalRun:
         require_shared(config, find_root(config, workdir))
     if options.code:
         config, bundle = publish_code(config, options.code, find_root(config, workdir))
-    resume = options.resume
-    laid = (
-        new_run(config, workdir) if resume is None else lay_out_resumed_run(config, workdir, resume)
-    )
+    if options.resume is not None:
+        check_run_id(workdir, options.resume)
+    laid = new_run(config, workdir, options.resume or "")
     written = _write_proposal(proposal, laid.folder) if proposal else None
     return replace(laid, bundle=bundle, written=written)
 
@@ -339,12 +338,6 @@ def require_current_folder() -> None:
 def run_name(config: Config) -> str:
     """Return a unique name for a run."""
     return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def lay_out_resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Prepare to resume the run `run_id`. Raises `ConfigError` if it does not exist."""
-    check_run_id(workdir, run_id)
-    return new_run(config, workdir, run_id)
 
 
 def config_file(workdir: Path, run_id: str) -> Path:
@@ -369,7 +362,7 @@ def find_root(config: Config, workdir: Path) -> str:
 
 
 def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
-    """Create a run below `workdir`, with a new id if `run_id` is empty. Raises `ConfigError`."""
+    """Create a run below `workdir`, or prepare to resume the run `run_id`. Raises `ConfigError`."""
     run_id = run_id or run_name(config)
     folder = workdir.absolute() / run_id
     root = find_root(config, workdir)
@@ -475,15 +468,12 @@ def _environment(run: LocalRun) -> dict[str, str]:
 
 
 def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> RunState:
-    state = RunState()
-    running = True
+    state, running = RunState(), True
     with events.Follower(run.folder / EVENTS, run.begin) as follower:
         while running:
-            try:
+            with suppress(subprocess.TimeoutExpired):
                 child.wait(timeout=LOOK_SECONDS)
                 running = False
-            except subprocess.TimeoutExpired:
-                pass
             for event in follower.new():
                 if isinstance(event, AttemptBegin):
                     run.save_config()

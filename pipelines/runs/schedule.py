@@ -131,10 +131,8 @@ def schedule(
         cron, every, zone=timezone, catch_up=catch_up, at_once=at_once, latest=latest,
         version=target.get("version", ""),
     )  # fmt: skip
-    access, submission = (
-        (instance or Instance()).access(),
-        make_submission(config, settings, target),
-    )
+    access = (instance or Instance()).access()
+    submission = make_submission(config, settings, target)
     submission = replace(submission, name=name or submission.config.name)
     if code:
         submission, _ = add_code(submission, code)
@@ -446,8 +444,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
         if reference is None or reference.pipeline_id != pipeline:
             raise UserError(
                 f"the schedule {name!r} already exists for another pipeline: choose another "
-                f"--name, "
-                f"or remove it with `flotilla unschedule {shlex.quote(name)}`"
+                f"--name, or remove it with `flotilla unschedule {shlex.quote(name)}`"
             )
     account = wanted.service_account
     same = [
@@ -456,8 +453,7 @@ def _find(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any |
         # If none is requested, accept any service account: the instance has chosen it.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
-    same.sort(key=_is_enabled, reverse=True)
-    kept = same[0] if same else None
+    kept = max(same, key=_is_enabled, default=None)
     return kept, [each for each in named if each is not kept]
 
 

@@ -124,14 +124,14 @@ def find_or_upload(client: Client, package: Package, name: str) -> tuple[Version
 
 def find_pipeline_id(client: Client, name: str) -> str:
     """Return the id of the pipeline of this name, or an empty string."""
-    for pipeline in pages(
-        client.list_pipelines,
-        "pipelines",
-        namespace=client.access.namespace or None,
-        filter=containing("display_name", name),
-    ):
-        if pipeline.display_name == name:
-            return str(pipeline.pipeline_id)
+    return _find_id(client, "pipeline", name, containing("display_name", name))
+
+
+def _find_id(client: Client, kind: str, name: str, filtered: str) -> str:
+    namespace, call = client.access.namespace or None, getattr(client, f"list_{kind}s")
+    for each in pages(call, f"{kind}s", namespace=namespace, filter=filtered):
+        if each.display_name == name:
+            return str(getattr(each, f"{kind}_id"))
     return ""
 
 
@@ -186,13 +186,9 @@ def _make_version_error(name: str) -> ConfigError:
 def _find_pipeline(client: Client, name: str) -> str:
     pipeline_id = find_pipeline_id(client, name)
     if not pipeline_id:
-        known = [
-            str(each.display_name)
-            for each in pages(
-                client.list_pipelines, "pipelines", namespace=client.access.namespace or None
-            )
-        ]
-        hint = nearest(name, known) or (
+        namespace = client.access.namespace or None
+        every = pages(client.list_pipelines, "pipelines", namespace=namespace)
+        hint = nearest(name, [str(each.display_name) for each in every]) or (
             "; upload it with `flotilla upload`, or submit a compiled pipeline with --file"
         )
         raise ConfigError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
@@ -406,10 +402,8 @@ def run_parameters(
     config: Config, image: str, spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
     """Return the run parameters for a pipeline with this `spec`. Raises `ConfigError`."""
-    values, known = (
-        {**to_form(config), **({"image": image} if image else {})},
-        list_parameters(spec),
-    )
+    values = {**to_form(config), **({"image": image} if image else {})}
+    known = list_parameters(spec)
     if known is not None and (unknown := values.keys() - known):
         raise ConfigError(
             f"{what} has no parameter {', '.join(sorted(unknown))}: upload the pipeline of this "
@@ -428,15 +422,7 @@ def experiment_id(client: Client, name: str) -> str:
 
 def find_experiment(client: Client, name: str) -> str:
     """Return the id of the experiment with this name, or an empty string."""
-    for each in pages(
-        client.list_experiments,
-        "experiments",
-        namespace=client.access.namespace or None,
-        filter=equals("display_name", name),
-    ):
-        if each.display_name == name:
-            return str(each.experiment_id)
-    return ""
+    return _find_id(client, "experiment", name, equals("display_name", name))
 
 
 def _start(client: Client, submission: Submission, version: Version | None) -> str:

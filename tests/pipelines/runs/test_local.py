@@ -97,9 +97,7 @@ class TestLayingOut:
         (run.folder / "checkpoints" / "kept").write_text("x", encoding="utf-8")
         events.append(run.folder / local.EVENTS, FromScratch(reason="first"))
         os.close(run.lock)
-        again = local.lay_out_resumed_run(
-            load_config(None, ["training.steps=9"]), workdir, run.run_id
-        )
+        again = local.new_run(load_config(None, ["training.steps=9"]), workdir, run.run_id)
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
         # Earlier events belong to the run, but not to the outcome of this start.
@@ -125,7 +123,7 @@ class TestLayingOut:
         (run.folder / "tmp").rmdir()
         (run.folder / "tmp").write_text("", encoding="utf-8")
         with pytest.raises(ConfigError, match=r"^cannot write to .*; choose another --workdir$"):
-            local.lay_out_resumed_run(CONFIG, workdir, run.run_id)
+            local.new_run(CONFIG, workdir, run.run_id)
 
 
 class TestExecuting:
@@ -147,7 +145,7 @@ class TestExecuting:
         run = local.new_run(CONFIG, workdir)
         os.close(run.lock)
         other = load_config(None, ["training.steps=9"])
-        again = local.lay_out_resumed_run(other, workdir, run.run_id)
+        again = local.new_run(other, workdir, run.run_id)
         if begins:
             attempt = AttemptBegin(global_step=0, steps=9, resumed=False)
             events.append(run.folder / local.EVENTS, attempt)
@@ -158,7 +156,7 @@ class TestExecuting:
     def test_a_resume_whose_data_is_refused_leaves_it_too(self, workdir, monkeypatch):
         run = local.new_run(CONFIG, workdir)
         os.close(run.lock)
-        again = local.lay_out_resumed_run(load_config(None, ["data.seed=9"]), workdir, run.run_id)
+        again = local.new_run(load_config(None, ["data.seed=9"]), workdir, run.run_id)
         for event in done("validate_data", metrics={"decision": "refused", "reasons": ["no"]}):
             events.append(run.folder / local.EVENTS, event)
         ended = subprocess.Popen([sys.executable, "-c", ""], start_new_session=True)
@@ -247,10 +245,10 @@ def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
     going = local.new_run(parse_config({}), tmp_path)
     (going.folder / "events.jsonl").write_text("what it has said\n")
     with pytest.raises(ConfigError, match=f"run {going.run_id} is still running"):
-        local.lay_out_resumed_run(parse_config({}), tmp_path, going.run_id)
+        local.new_run(parse_config({}), tmp_path, going.run_id)
     assert (going.folder / "events.jsonl").read_text() == "what it has said\n"
     os.close(going.lock)
-    os.close(local.lay_out_resumed_run(parse_config({}), tmp_path, going.run_id).lock)
+    os.close(local.new_run(parse_config({}), tmp_path, going.run_id).lock)
 
 
 ROOT = Path(__file__).parents[3]
