@@ -28,6 +28,7 @@ def champion_in(root):
     data = manifest(root / "datasets" / "d", "dataset", 90)
     version_of(root, 1, 90, run_of(root, 1, 90, data))
     run_of(root, 2, 90, manifest(root / "datasets" / "e", "dataset", 90))
+    return root
 
 
 def test_what_a_champion_needs_stays_whatever_the_name_of_the_root(root):
@@ -77,8 +78,7 @@ def foreign(root, name):
 
 @pytest.mark.parametrize("name", ["thesis", "other-tool", "archive", "grid"])
 def test_a_folder_of_somebody_else_stays(tmp_path, name):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     foreign(root, name)
     gone, _ = plan_of(root)
     assert "digits-0002" in gone
@@ -87,8 +87,7 @@ def test_a_folder_of_somebody_else_stays(tmp_path, name):
 
 @pytest.mark.parametrize("what", ["code", "datasets", "digits-0002/model"])
 def test_a_published_directory_of_another_kind_stays(tmp_path, what):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     manifest(root / what / "mine", "weather", 900)
     age(root, 90)
     assert f"{what}/mine" not in plan_of(root)[0]
@@ -96,8 +95,7 @@ def test_a_published_directory_of_another_kind_stays(tmp_path, what):
 
 @pytest.mark.parametrize("number", ["²", "9" * 40, "000001x", "-1"])
 def test_an_odd_number_of_a_version_is_no_version(tmp_path, number):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     manifest(root / "registry" / "models" / "digits" / "versions" / number, "model", 900)
     manifest(root / "registry" / "models" / "digits" / "promotions" / number, "promotion", 900)
     assert "digits-0001" not in plan_of(root)[0]
@@ -113,8 +111,7 @@ def test_an_odd_number_of_a_version_is_no_version(tmp_path, number):
     ],
 )
 def test_what_a_damaged_record_may_need_stays_and_the_record_is_named(tmp_path, record, content):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     damaged = root / "digits-0002" / record
     damaged.parent.mkdir(exist_ok=True)
     damaged.write_bytes(content)
@@ -126,8 +123,7 @@ def test_what_a_damaged_record_may_need_stays_and_the_record_is_named(tmp_path, 
 
 
 def test_listings_and_code_that_a_damaged_dataset_may_need_stay(tmp_path):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     manifest(root / "listings" / "l", "listing", 90)
     (root / "datasets" / "e" / "MANIFEST.json").write_text("{")
     gone, remarks = plan_of(root)
@@ -137,8 +133,7 @@ def test_listings_and_code_that_a_damaged_dataset_may_need_stay(tmp_path):
 
 @pytest.mark.parametrize("began", [1e300, -1e300, 1e18])
 def test_a_time_that_is_none_ends_nothing(tmp_path, began):
-    root = tmp_path / "root"
-    champion_in(root)
+    root = champion_in(tmp_path / "root")
     (root / "digits-0002" / "steps").mkdir()
     record = {"step": "train_model", "began": began}
     (root / "digits-0002" / "steps" / "train_model.json").write_text(json.dumps(record))

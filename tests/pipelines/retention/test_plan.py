@@ -272,16 +272,13 @@ def test_what_cannot_be_dated_stays():
 
 
 @pytest.mark.parametrize("text", ["30", "-1d", "d", "1.5d", "0d", "23h", "3m", "٣d", " "])
-def test_a_wrong_time_is_refused(text):
+def test_a_wrong_time_and_no_version_at_all_are_refused(text):
     with pytest.raises(ConfigError, match="--keep-runs"):
         policy(text, None)
+    with pytest.raises(ConfigError, match="at least 1 version"):
+        policy("", 0)
 
 
 @pytest.mark.parametrize(("text", "days"), [("24h", 1), ("30d", 30), ("2w", 14), ("99999999w", 0)])
 def test_a_time_is_understood(text, days):
     assert policy(text, 3) == Policy(runs=timedelta(days=days or 36500), versions=3)
-
-
-def test_no_version_at_all_is_refused():
-    with pytest.raises(ConfigError, match="at least 1 version"):
-        policy("", 0)

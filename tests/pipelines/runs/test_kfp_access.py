@@ -38,32 +38,19 @@ def test_without_an_endpoint_both_ways_are_named():
         found()
 
 
-def test_secrets_come_from_the_environment():
-    access = found(
-        {"KFP_EXISTING_TOKEN": f"{TOKEN}\n", "KFP_COOKIES": "session=x", "KFP_NAMESPACE": "me"},
-        endpoint="http://kfp",
-    )
+def test_secrets_come_from_the_environment_or_from_a_file_that_is_named(tmp_path):
+    given = {"KFP_EXISTING_TOKEN": f"{TOKEN}\n", "KFP_COOKIES": "session=x", "KFP_NAMESPACE": "me"}
+    access = found(given, endpoint="http://kfp")
     assert (access.read_token(), access.cookies, access.namespace) == (TOKEN, "session=x", "me")
-
-
-def test_a_file_that_is_named_comes_before_the_environment(tmp_path):
-    (tmp_path / "token").write_text("of-the-file\n")
-    (tmp_path / "cookies").write_text("a=1; b=2\n")
-    access = found(
-        {"KFP_EXISTING_TOKEN": TOKEN, "KFP_COOKIES": "session=x"},
-        endpoint="http://kfp",
-        token_file=str(tmp_path / "token"),
-        cookies_file=str(tmp_path / "cookies"),
-    )
+    token, cookies = tmp_path / "token", tmp_path / "cookies"
+    token.write_text("of-the-file\n")
+    cookies.write_text("a=1; b=2\n")
+    access = found(given, endpoint="http://k", token_file=str(token), cookies_file=str(cookies))
     assert (access.token, access.read_token(), access.cookies) == ("", "of-the-file", "a=1; b=2")
-
-
-def test_a_token_file_is_read_anew(tmp_path):
-    file = tmp_path / "token"
-    file.write_text("first")
-    access = found({"KF_PIPELINES_SA_TOKEN_PATH": str(file)}, endpoint="http://kfp")
-    assert access.read_token() == "first"
-    file.write_text("second")
+    # A token file is read again for each request.
+    access = found({"KF_PIPELINES_SA_TOKEN_PATH": str(token)}, endpoint="http://kfp")
+    assert access.read_token() == "of-the-file"
+    token.write_text("second")
     assert access.read_token() == "second"
 
 

@@ -18,16 +18,11 @@ from tests.kfp_instance.store import Store
 from tests.planted import SECRETS, found_in, plant
 
 SECRET = "ey-secret-0123456789"
+JSON = {"Content-Type": "application/json"}
 EVERY = (
-    ("upload",),
-    ("submit",),
-    ("schedule", "--every", "1h"),
-    ("unschedule", "x"),
-    ("runs",),
-    ("status", "x"),
-    ("logs", "x"),
-    ("cancel", "x"),
-)
+    ("upload",), ("submit",), ("schedule", "--every", "1h"), ("unschedule", "x"), ("runs",),
+    ("status", "x"), ("logs", "x"), ("cancel", "x"),
+)  # fmt: skip
 
 
 def in_one_line(answer, *words):
@@ -77,42 +72,41 @@ def test_a_login_page_is_reported(instance, remote, words):
 @pytest.mark.parametrize(
     ("location", "words"),
     [
-        (
-            "https://login.example.com/auth?state=1",
-            "redirects to https://login.example.com to log in:",
-        ),
+        ("https://login.example.com/auth?a=1", "redirects to https://login.example.com to log in:"),
         ("/dex/auth?client=x", "it redirects to /dex/auth, perhaps a login"),
+        ("TLS/", "it redirects to TLS: use https:// in --endpoint"),
     ],
 )
 def test_a_redirect_is_not_followed(instance, remote, location, words):
-    instance.faults.add(".", 302, headers={"Location": location}, body=b"see other")
-    in_one_line(remote("runs"), "answered 302", words)
-
-
-def test_a_redirect_to_tls_names_it(instance, remote):
     place = instance.url.replace("http:", "https:")
-    instance.faults.add(".", 301, headers={"Location": f"{place}/"}, body=b"moved")
-    in_one_line(remote("runs"), f"it redirects to {place}: use https:// in --endpoint")
+    headers = {"Location": location.replace("TLS", place)}
+    instance.faults.add(".", 302, headers=headers, body=b"see other")
+    in_one_line(remote("runs"), "answered 302", words.replace("TLS", place))
 
 
-@pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
-def test_json_of_another_kind(instance, remote, body):
-    instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
-    in_one_line(remote("runs"), "like a KFP instance")
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *((each, "like a KFP instance") for each in (b"[1, 2]", b'"ok"', b"17")),
+        (b'{"runs": 5}', "the KFP client cannot read"),
+        (b'{"runs": [{"created_at": "soon"}]}', "the KFP client cannot read"),
+    ],
+)
+def test_json_of_another_kind(instance, remote, body, words):
+    instance.faults.add(".", 200, body=body, headers=JSON)
+    in_one_line(remote("runs"), words)
 
 
-@pytest.mark.parametrize("body", [b'{"runs": 5}', b'{"runs": [{"created_at": "soon"}]}'])
-def test_json_that_the_client_cannot_read(instance, remote, body):
-    instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
-    in_one_line(remote("runs"), "the KFP client cannot read")
-
-
-def test_words_of_the_instance_are_kept_short_and_on_one_line(instance, remote):
+def test_words_of_the_instance_or_a_proxy_are_short_and_a_web_page_is_left_out(instance, remote):
     body = json.dumps({"message": "first line\nstack of calls " * 99}).encode()
-    instance.faults.add(".", 400, body=body)
+    instance.faults.add(".", 400, body=body, times=1)
     answer = remote("runs")
     in_one_line(answer, "(first line stack of calls")
     assert len(answer.err) < 700
+    instance.faults.add(".", 400, body=b"Pipeline.Name length cannot exceed 128", times=1)
+    in_one_line(remote("runs"), "(Pipeline.Name length cannot exceed 128)")
+    instance.faults.add(".", 400, body=b"<html>secret form</html>")
+    assert "secret" not in remote("runs").err
 
 
 def test_what_is_read_is_asked_again_what_writes_is_not(instance, remote):
@@ -143,12 +137,21 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
-def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
-    # On a busy machine, a shorter timeout could expire before the request is recorded.
-    monkeypatch.setattr(instances, "READ_SECONDS", 1.0)
-    instance.faults.add(".", -1)
-    in_one_line(remote(*words), "does not respond", "try again")
-    assert len(instance.requests) == 1
+@pytest.mark.parametrize(
+    "case",
+    [
+        # On a busy machine, a shorter timeout could expire before the request is recorded.
+        ("READ_SECONDS", 1.0, -1, ("does not respond", "try again")),
+        # The server sends a byte now and then.
+        ("WHOLE_SECONDS", 0.3, -2, ("takes too long to answer",)),
+    ],
+)
+def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words, case):
+    limit, seconds, fault, said = case
+    monkeypatch.setattr(instances, limit, seconds)
+    instance.faults.add(".", fault)
+    in_one_line(remote(*words), *said)
+    assert len(instance.requests) == 1 or limit == "WHOLE_SECONDS"
 
 
 def test_all_tries_together_stay_below_thirty_seconds():
@@ -158,13 +161,6 @@ def test_all_tries_together_stay_below_thirty_seconds():
     pauses = sum(retries.backoff_factor * 2**number for number in range(tries))
     known = tries * instances.CONNECT_SECONDS + instances.READ_SECONDS + pauses
     assert known < instances.WHOLE_SECONDS < 30
-
-
-@pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
-def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
-    monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
-    instance.faults.add(".", -2)
-    in_one_line(remote(*words), "takes too long to answer")
 
 
 def certificate(folder):
@@ -183,10 +179,8 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     made, key = certificate(tmp_path)
     (tmp_path / "other").mkdir()
     other, _ = certificate(tmp_path / "other")
-    in_one_line(
-        remote("runs", "--endpoint", instance.url.replace("http:", "https:")),
-        "does not use TLS: check the port",
-    )
+    answer = remote("runs", "--endpoint", instance.url.replace("http:", "https:"))
+    in_one_line(answer, "does not use TLS: check the port")
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
     in_one_line(remote("runs"), "is not trusted", "pass its CA with --ca-file")
@@ -197,22 +191,20 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
 
 
 def test_the_version(instance):
-    assert health(Access(endpoint=instance.url)).version == "2.17.0"
-    instance.faults.add("v2beta1/healthz", 200, body=b"{}")
-    assert health(Access(endpoint=instance.url)).version == "2.17.0"
+    access = Access(endpoint=instance.url)
+    assert health(access).version == "2.17.0"
+    instance.faults.add("v2beta1/healthz", 200, body=b'{"multi_user": false}')
+    assert health(access).version == "2.17.0"
+    # An API without the older path keeps its version for itself.
+    instance.faults.add("v1beta1/healthz", 404, times=1)
+    assert health(access).version == ""
     instance.faults.add("v1beta1/healthz", 200, body=b"{}")
-    assert health(Access(endpoint=instance.url)).version == ""
+    assert health(access).version == ""
     instance.faults.clear()
     instance.faults.add("healthz", 403)
     with pytest.raises(InstanceError) as refused:
-        health(Access(endpoint=instance.url))
+        health(access)
     assert (refused.value.status, refused.value.passing) == (403, False)
-
-
-def test_an_api_without_the_older_path_keeps_its_version_for_itself(instance):
-    instance.faults.add("v2beta1/healthz", 200, body=b'{"multi_user": false}')
-    instance.faults.add("v1beta1/healthz", 404)
-    assert health(Access(endpoint=instance.url)).version == ""
 
 
 def test_the_home_folder_is_neither_read_nor_written(instance, remote, tmp_path):
@@ -285,9 +277,6 @@ def test_no_option_takes_a_secret_in_clear(remote):
     named = set(re.findall(r"--[a-z-]+", words))
     assert {"--token-file", "--cookies-file"} <= named
     assert not named & {"--token", "--cookies", "--existing-token", "--password"}
-
-
-JSON = {"Content-Type": "application/json"}
 
 
 @pytest.fixture
@@ -364,18 +353,6 @@ def test_a_secret_in_a_query_is_found(around, instance, tmp_path):
     assert [name for name, _ in found_in(written(instance, [], tmp_path / "here"))] == ["key"]
 
 
-def gone(monkeypatch, instance, method, things):
-    """Remove objects when a method of the store is called, as another client might."""
-    real = getattr(Store, method)
-
-    def called(store, *arguments):
-        getattr(store, things).clear()
-        return real(store, *arguments)
-
-    monkeypatch.setattr(Store, method, called)
-    assert instance.store
-
-
 def test_an_experiment_that_another_client_creates_meanwhile(instance, remote, uploaded):
     del uploaded
     experiment = instance.store.create_experiment({"display_name": "flotilla"})
@@ -386,24 +363,27 @@ def test_an_experiment_that_another_client_creates_meanwhile(instance, remote, u
     assert len(instance.asked("POST .*/experiments")) == 1
 
 
-def test_a_version_that_is_deleted_meanwhile(instance, remote, uploaded, monkeypatch):
-    del uploaded
-    gone(monkeypatch, instance, "create_run", "versions")
-    in_one_line(
-        remote("submit"), "answered 500", "not found", "check the name or id and --endpoint"
-    )
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (("submit", "create_run", "versions"),
+         ("answered 500", "not found", "check the name or id and --endpoint")),
+        (("upload", "upload_version", "pipelines"),
+         ("answered 400", "Failed to create a pipeline version")),
+    ],
+)  # fmt: skip
+def test_what_another_client_deletes_meanwhile(request, remote, monkeypatch, case, words):
+    command, method, things = case
+    if command == "submit":
+        request.getfixturevalue("uploaded")
+    real = getattr(Store, method)
 
+    def called(store, *arguments):
+        getattr(store, things).clear()
+        return real(store, *arguments)
 
-def test_a_pipeline_that_is_deleted_meanwhile(instance, remote, monkeypatch):
-    gone(monkeypatch, instance, "upload_version", "pipelines")
-    in_one_line(remote("upload"), "answered 400", "Failed to create a pipeline version")
-
-
-def test_plain_words_of_a_proxy_are_kept_and_a_web_page_is_not(instance, remote):
-    instance.faults.add(".", 400, body=b"Pipeline.Name length cannot exceed 128", times=1)
-    in_one_line(remote("runs"), "(Pipeline.Name length cannot exceed 128)")
-    instance.faults.add(".", 400, body=b"<html>secret form</html>")
-    assert "secret" not in remote("runs").err
+    monkeypatch.setattr(Store, method, called)
+    in_one_line(remote(command), *words)
 
 
 @pytest.mark.parametrize("account", [(), ("--service-account", "trainer")], ids=["", "account"])
@@ -449,10 +429,8 @@ def test_without_an_interface_there_is_no_link_but_a_command(instance, remote, u
     made = remote("submit", "--json")
     run_id = made.json["run_id"]
     assert (made.code, made.json["artifacts"]) == (0, {})
-    assert (
-        f"no link: {instance.url} serves only the API; set the URL of the user interface"
-        in made.err
-    )
+    said = f"no link: {instance.url} serves only the API; set the URL of the user interface"
+    assert said in made.err
     assert f"flotilla status {run_id} --endpoint {instance.url}" in made.err
     assert "/#/" not in made.err
 

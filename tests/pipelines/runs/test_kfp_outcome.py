@@ -29,37 +29,26 @@ def failed(step, words="", message=""):
 
 
 BLESSED = [
-    *done("resolve_config"),
-    *done("prepare_data"),
-    *done("validate_data", decision="accepted"),
+    *done("resolve_config"), *done("prepare_data"), *done("validate_data", decision="accepted"),
     *done("train_model", global_step=1500, handed_on_step=1000),
-    *done("evaluate_model", accuracy=0.97),
-    *done("check_gate", decision="blessed", reasons=[]),
-    *done("export_model"),
-    *done("register_model", decision="promoted", version=3),
-    *done("finish"),
-    over(),
-]
+    *done("evaluate_model", accuracy=0.97), *done("check_gate", decision="blessed", reasons=[]),
+    *done("export_model"), *done("register_model", decision="promoted", version=3),
+    *done("finish"), over(),
+]  # fmt: skip
 GATE_REFUSED = [
     *done("evaluate_model"),
     *done("check_gate", decision="refused", reasons=["accuracy 0.5 is below 0.95"]),
-    skip,
-    *done("finish"),
-    over(),
-]
+    skip, *done("finish"), over(),
+]  # fmt: skip
 UNCHANGED = [
     *done("resolve_config", decision="unchanged", reasons=["those of digits-1"]),
-    skip,
-    *done("finish"),
-    over(),
-]
+    skip, *done("finish"), over(),
+]  # fmt: skip
 TRAINED = [
     *done("resolve_config"),
     *done("train_model", decision="trained", reasons=["after_training is stop"]),
-    skip,
-    *done("finish"),
-    over(),
-]
+    skip, *done("finish"), over(),
+]  # fmt: skip
 REGISTRY_REFUSED = [
     *done("evaluate_model"),
     *done("check_gate", decision="blessed", reasons=[]),
@@ -116,6 +105,7 @@ def test_blessed_is_0_with_metrics_and_places(waits):
     ("play", "code", "status", "message"),
     [
         (GATE_REFUSED, 3, "refused", "accuracy 0.5 is below 0.95"),
+        (REGISTRY_REFUSED, 3, "refused", "the champion has changed"),
         (UNCHANGED, 0, "unchanged", "those of digits-1"),
         (TRAINED, 0, "trained", "after_training is stop"),
         (failed("train_model", NAN), 1, "failed", f"train_model: {NAN}"),
@@ -128,18 +118,16 @@ def test_each_other_end_has_its_code_and_its_cause(waits, play, code, status, me
     assert answer.json["message"] == message
 
 
-def test_refused_by_the_registry_is_3(waited):
-    answer = waited(REGISTRY_REFUSED)
-    assert (answer.code, answer.json["message"]) == (3, "the champion has changed")
-
-
-def test_killed_is_1_with_what_kfp_said(waited):
+def test_a_step_that_was_killed_or_has_failed_is_1_after_the_exit_step(waited):
     answer = waited(failed("train_model", message="main: OOMKilled (exit code 137)"))
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == (
         "train_model: its pod failed (main: OOMKilled (exit code 137)): "
         "it ran out of memory: upload with more --memory"
     )
+    # The failed step is not taken for the end, because the exit step has not run yet.
+    answer = waited(failed("train_model", NAN))
+    assert any(line.startswith("finish done") for line in answer.err.splitlines())
 
 
 @pytest.mark.parametrize("has_ui", [False, True])
@@ -217,37 +205,30 @@ def test_without_the_store_it_says_what_it_knows(waited, play, code, status, mes
 
 
 @pytest.mark.usefixtures("inside")
-def test_the_user_interface_reads_the_store_for_this_machine(instance, waited):
-    instance.has_ui = True
-    answer = waited(BLESSED)
-    assert (answer.code, answer.json["status"]) == (0, "blessed"), answer.err
-    assert answer.json["metrics"] == {"accuracy": 0.97}
-
-
-@pytest.mark.usefixtures("inside")
-def test_a_user_interface_of_several_users_may_not_read_it(instance, waited):
+@pytest.mark.parametrize(
+    ("is_shared", "status", "metrics"),
+    [(False, "blessed", {"accuracy": 0.97}), (True, "unknown", {})],
+)
+def test_the_user_interface_of_one_user_reads_the_store_for_this_machine(
+    instance, waited, is_shared, status, metrics
+):
     def share(_workflow, _run):
-        instance.has_ui = instance.multi_user = True
+        instance.has_ui, instance.multi_user = True, is_shared
 
     answer = waited([share, *BLESSED])
-    assert (answer.code, answer.json["status"]) == (1, "unknown"), answer.err
+    assert (answer.code, answer.json["status"]) == (int(is_shared), status), answer.err
+    assert answer.json["metrics"] == metrics
 
 
-def test_without_nodes_the_records_say_it(instance, remote, tmp_path):
-    instance.has_v1beta1 = False
+@pytest.mark.parametrize("has_nodes", [False, True])
+def test_the_records_below_the_configured_root_are_read(instance, remote, tmp_path, has_nodes):
+    root = (tmp_path / "mine").as_uri()
+    instance.has_v1beta1, instance.store.pipeline_root = has_nodes, INSIDE
     instance.store.play = [*BLESSED]
-    answer = remote("submit", "--wait", "--json", "--set", f"storage.root={tmp_path.as_uri()}")
+    answer = remote("submit", "--wait", "--json", "--set", f"storage.root={root}")
     assert (answer.code, answer.json["status"]) == (0, "blessed"), answer.err
     assert answer.json["metrics"] == {"accuracy": 0.97}
-
-
-def test_the_configured_root_is_read(instance, remote, tmp_path):
-    root = (tmp_path / "mine").as_uri()
-    instance.store.pipeline_root = INSIDE
-    instance.store.play = [*BLESSED]
-    assert remote("submit", "--wait", "--set", f"storage.root={root}").code == 0
-    [run_id] = instance.store.runs
-    assert storage.names(storage.join(root, run_id, "steps"))
+    assert storage.names(storage.join(root, answer.json["run_id"], "steps"))
 
 
 @pytest.fixture
@@ -257,6 +238,7 @@ def no_waiting(monkeypatch):
 
 
 PULL = f'ImagePullBackOff: Back-off pulling image "{IMAGE}"'
+NO_NODE = "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu."
 
 
 def waiting(message, step="prepare_data"):
@@ -293,10 +275,7 @@ LOST = "if this run does not end within minutes, the Workflow and the pods of th
 
 @pytest.mark.parametrize(
     "lost",
-    [
-        [begin("train_model"), collected],
-        [*done("resolve_config"), *done("train_model"), collected],
-    ],
+    [[begin("train_model"), collected], [*done("resolve_config"), *done("train_model"), collected]],
     ids=["with a running pod", "between two steps"],
 )
 @pytest.mark.parametrize("has_ui", [False, True], ids=["api", "page"])
@@ -311,7 +290,7 @@ def test_a_run_without_its_workflow_is_not_waited_for(instance, waited, lost, ha
 @pytest.mark.parametrize(
     ("message", "is_lost"),
     [
-        ("Unschedulable: 0/3 nodes are available: 3 Insufficient cpu.", True),
+        (NO_NODE, True),
         ('pods "p" is forbidden: exceeded quota: small, requested: cpu=1', False),
     ],
 )
@@ -331,33 +310,28 @@ def test_pods_that_were_never_seen_are_not_lost(instance, waited):
     assert LOST not in answer.json["message"]
 
 
-def test_an_image_may_appear_within_a_minute(instance, remote):
-    def appears(workflow, _run):
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        # An image may appear within a minute.
+        ((PULL, "ErrImagePull: not found"), "cannot be pulled"),
+        ((NO_NODE, NO_NODE), f"its pod is waiting ({NO_NODE}): no node has enough capacity"),
+    ],
+)
+def test_a_pod_that_waits_is_one_line(instance, remote, messages, said):
+    def starts(workflow, _run):
         workflow.end("resolve_config")
 
-    instance.store.play = [waiting(PULL), waiting("ErrImagePull: not found"), appears, *BLESSED]
+    instance.store.play = [*map(waiting, messages), starts, *BLESSED]
     answer = remote("submit", "--wait")
     assert answer.code == 0, answer.err
-    assert answer.err.count("cannot be pulled") == 1
+    assert answer.err.count(said) == 1
 
 
 def test_a_name_of_an_image_that_is_none_is_reported_at_once(instance, remote):
     instance.store.play = [waiting("InvalidImageName: couldn't parse image name")]
     assert remote("submit", "--wait").code == 1
     assert len(instance.asked("GET .*v2beta1/runs/")) == 1
-
-
-@pytest.mark.usefixtures("no_waiting")
-def test_a_pod_that_finds_no_node_is_a_line_and_waits_on(instance, remote):
-    words = "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu."
-
-    def starts(workflow, _run):
-        workflow.end("resolve_config")
-
-    instance.store.play = [waiting(words), waiting(words), starts, *BLESSED]
-    answer = remote("submit", "--wait")
-    assert answer.code == 0
-    assert answer.err.count(f"its pod is waiting ({words}): no node has enough capacity") == 1
 
 
 def test_status_says_what_a_run_waits_for(instance, remote):
@@ -415,10 +389,8 @@ def test_a_run_that_kfp_calls_running_for_ever(instance, remote):
     answer = remote("submit", "--wait", "--json")
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"].startswith("train_model: its KFP driver failed (")
-    assert (
-        "no pod of the run has started since then; the run continues; to cancel it: "
-        in (answer.json["message"])
-    )
+    said = "no pod of the run has started since then; the run continues; to cancel it: "
+    assert said in answer.json["message"]
 
 
 @pytest.mark.slow
@@ -435,12 +407,6 @@ def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
     assert (answer.code, answer.json["status"]) == (0, "blessed")
 
 
-def test_a_failed_step_is_not_taken_for_the_end(waited):
-    # The exit step has not run yet at this point.
-    answer = waited(failed("train_model", NAN))
-    assert any(line.startswith("finish done") for line in answer.err.splitlines())
-
-
 def pod(message, state="FAILED", **more):
     values = {"name": "p", "step": "train_model", "is_driver": False, "image": "host/a:1", **more}
     return Pod(state=state, message=message, **values)
@@ -453,39 +419,23 @@ def pod(message, state="FAILED", **more):
         ("ImagePullBackOff: Back-off pulling", "the image host/a:1 cannot be pulled", True),
         ("ErrImagePull: failed to resolve", "the image host/a:1 cannot be pulled", True),
         ("InvalidImageName: Failed to apply", "the image host/a:1 cannot be pulled", True),
-        (
-            "Pod failed before main container starts due to ErrImagePull: x",
-            "the image host/a:1 cannot be pulled",
-            True,
-        ),
+        ("Pod failed before main container starts due to ErrImagePull: x",
+         "the image host/a:1 cannot be pulled", True),
         ('CreateContainerConfigError: secret "x" not found', "create the secret", True),
         ("Unschedulable: 0/3 nodes are available", "no node has enough capacity", False),
-        (
-            'Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
-            "create the claim in the namespace of the steps",
-            True,
-        ),
-        (
-            "Unschedulable: 0/3 nodes are available: pod has unbound immediate "
-            "PersistentVolumeClaims.",
-            "its persistent volume claim has no volume",
-            True,
-        ),
-        (
-            'Usage of EmptyDir volume "scratch" exceeds the limit "50Gi".',
-            "upload with a larger --scratch",
-            False,
-        ),
+        ('Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
+         "create the claim in the namespace of the steps", True),
+        ("Unschedulable: 0/3 nodes are available: pod has unbound immediate "
+         "PersistentVolumeClaims.", "its persistent volume claim has no volume", True),
+        ('Usage of EmptyDir volume "scratch" exceeds the limit "50Gi".',
+         "upload with a larger --scratch", False),
         ("is forbidden: exceeded quota: compute", "a larger quota", False),
         ("main: OOMKilled (exit code 137)", "upload with more --memory", False),
-        (
-            "Pod was active on the node longer than the specified deadline",
-            "it exceeded the deadline of the step",
-            False,
-        ),
+        ("Pod was active on the node longer than the specified deadline",
+         "it exceeded the deadline of the step", False),
         ("PodInitializing", "", False),
     ],
-)
+)  # fmt: skip
 def test_each_message_has_its_remedy(message, words, blocks):
     line = explain_pod(pod(message))
     assert line.startswith("train_model: ")
@@ -494,22 +444,19 @@ def test_each_message_has_its_remedy(message, words, blocks):
     assert bool((found := explain_message(message)) and found.blocks) is blocks
 
 
-def test_a_pod_that_waits_is_not_said_to_have_failed():
-    line = explain_pod(pod("Unschedulable: 0/3 nodes", "PENDING"))
-    assert line.startswith("train_model: its pod is waiting (Unschedulable: 0/3 nodes)")
-
-
-def test_without_words_of_kfp_it_says_so():
-    assert explain_pod(pod("")) == "train_model: its pod failed (KFP gives no more details)"
-
-
-def test_a_driver_of_the_run_is_no_step():
-    line = explain_pod(
-        pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key"
-    )
-    assert line.startswith(
-        "the run: its KFP driver failed (main: Error (exit code 1); bad key): check the"
-    )
+@pytest.mark.parametrize(
+    ("failed_pod", "more", "line"),
+    [
+        (pod("Unschedulable: 0/3 nodes", "PENDING"), "",
+         "train_model: its pod is waiting (Unschedulable: 0/3 nodes)"),
+        (pod(""), "", "train_model: its pod failed (KFP gives no more details)"),
+        # A driver of the run is no step.
+        (pod("main: Error (exit code 1)", step="", is_driver=True, image=""), "bad key",
+         "the run: its KFP driver failed (main: Error (exit code 1); bad key): check the"),
+    ],
+)  # fmt: skip
+def test_a_pod_that_waits_or_a_driver_or_a_pod_without_words(failed_pod, more, line):
+    assert explain_pod(failed_pod, more).startswith(line)
 
 
 @pytest.mark.usefixtures("inside")

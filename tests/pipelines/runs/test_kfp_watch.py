@@ -100,29 +100,23 @@ def test_of_logs(instance, calling, remote):
     assert instance.store.runs[run_id]["state"] == "RUNNING"
 
 
+@pytest.mark.parametrize(
+    ("request_that_hangs", "said"),
+    [
+        ("GET .*/runs/[^/]+$", "continues; cancel it with"),
+        ("POST .*/runs$", "the run may have started; check with `flotilla runs`"),
+    ],
+)
 @pytest.mark.usefixtures("uploaded")
-def test_while_the_instance_hangs(instance, calling, submit):
-    asked = threading.Event()
-    instance.store.play = [lambda _workflow, _run: asked.set()]
-    instance.faults.add("GET .*/runs/[^/]+$", -1, late=True)
+def test_while_the_instance_hangs(instance, calling, submit, request_that_hangs, said):
+    instance.faults.add(request_that_hangs, -1, late=True)
     process = calling(*submit)
-    assert asked.wait(SECONDS)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=SOON)
-    assert process.returncode == 130
-    assert "continues; cancel it with" in err.splitlines()[-1]
-
-
-@pytest.mark.usefixtures("uploaded")
-def test_before_the_start_is_known(instance, calling, submit):
-    instance.faults.add("POST .*/runs$", -1, late=True)
-    process = calling(*submit)
-    while not instance.asked("POST .*/runs$"):
+    while not instance.asked(request_that_hangs):
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SOON)
     assert process.returncode == 130
-    assert "the run may have started; check with `flotilla runs`" in err
+    assert said in err.splitlines()[-1]
 
 
 @pytest.mark.slow

@@ -51,12 +51,10 @@ def test_the_words_of_a_step_and_of_its_tasks():
     lines = [("train_model", "a word"), ("chief-0", "loss 0.5")]
     assert followed(step("train_model")) == (lines, [])
     assert followed(step("train_model"), task="chief-0")[0] == lines[1:]
-
-
-@pytest.mark.usefixtures("logs")
-def test_a_task_that_has_said_nothing():
     with pytest.raises(ConfigError, match="no task 'chief-1'; did you mean 'chief-0'"):
         followed(step("train_model"), task="chief-1")
+    with pytest.raises(UserError, match="the run r has no step 'finish'"):
+        followed(step("train_model"), only="finish")
 
 
 def test_a_line_that_is_being_written_waits(logs):
@@ -71,12 +69,6 @@ def test_a_log_that_is_gone():
     assert notes[0].startswith("cannot read the log of finish: pod-finish not found")
     with pytest.raises(UserError, match="returns no log of the run r"):
         followed(step("finish"))
-
-
-@pytest.mark.usefixtures("logs")
-def test_a_step_that_the_run_does_not_have():
-    with pytest.raises(UserError, match="the run r has no step 'finish'"):
-        followed(step("train_model"), only="finish")
 
 
 @pytest.fixture

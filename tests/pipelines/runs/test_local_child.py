@@ -53,6 +53,11 @@ def tried(monkeypatch):
     return found
 
 
+def judged(folder):
+    found = reduce_events(events.read(folder / local_child.EVENTS))
+    return judge_outcome(found, 1, interrupted=False)
+
+
 FORM = to_local_form(parse_config({"training": {"warm_start": "champion"}}))
 
 
@@ -63,24 +68,19 @@ def test_a_mistake_ends_the_run_as_one_of_its_configuration(folder, killed, trie
     assert killed == [(os.getpgrp(), signal.SIGTERM)]
     interrupted = StepEnd(step="train_model", status="interrupted", exit_code=130)
     events.append(folder / local_child.EVENTS, interrupted)
-    result = judge_outcome(
-        reduce_events(events.read(folder / local_child.EVENTS)), 1, interrupted=False
-    )
+    result = judged(folder)
     assert (result.status, result.exit_code) == ("failed", 2)
     assert result.message == "resolve_config: model.args: mlp has no argument 'x'"
 
 
-def test_a_resumed_run_begins_with_its_own_checkpoints(folder, killed, tried):
+def test_a_resumed_run_and_one_that_was_asked_to_end(folder, killed, tried, monkeypatch):
+    # A resumed run begins with its own checkpoints.
     local_child._begin_trial(folder, FORM, is_resumed=True)
-    assert tried[0][0].training.warm_start == ""
-    assert killed
-
-
-def test_a_run_that_was_asked_to_end_ends_as_it_does(folder, killed, tried, monkeypatch):
+    assert tried.pop()[0].training.warm_start == ""
+    assert killed.pop()
     monkeypatch.setenv(STOPPING, "1")
     local_child._begin_trial(folder, FORM, is_resumed=False)
-    assert tried
-    assert not killed
+    assert (len(tried), killed) == (1, [])
 
 
 def test_a_mistake_that_a_training_task_found_before_is_said_once(folder, killed, tried):
@@ -90,9 +90,7 @@ def test_a_mistake_that_a_training_task_found_before_is_said_once(folder, killed
     local_child._begin_trial(folder, FORM, is_resumed=False)
     assert tried
     assert not killed
-    result = judge_outcome(
-        reduce_events(events.read(folder / local_child.EVENTS)), 1, interrupted=False
-    )
+    result = judged(folder)
     assert result.message == f"train_model: {said}"
 
 

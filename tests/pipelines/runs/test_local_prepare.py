@@ -24,75 +24,53 @@ def prepared(tmp_path_factory):
     return call("prepare", folder / "it's a $wörk dir [x] 100%25", cwd=folder)
 
 
-def test_it_is_done(prepared):
+def test_it_is_done_and_the_dataset_is_published_and_whole(prepared):
     assert prepared.code == 0, prepared.err
-    assert prepared.answer["status"] == "done"
-    assert prepared.answer["message"] == ""
-    assert prepared.answer["metrics"] == {}
-    assert "global_step" not in prepared.answer
+    answer = prepared.answer
+    assert (answer["status"], answer["message"], answer["metrics"]) == ("done", "", {})
+    assert "global_step" not in answer
     steps = ("resolve_config", "prepare_data", "validate_data")
     assert prepared.statuses() == dict.fromkeys(steps, "done")
-
-
-def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
-    assert local_status.read_status(prepared.workdir, prepared.answer["run_id"]).status == "done"
-
-
-def test_the_dataset_is_published_and_whole(prepared):
-    assert list(prepared.answer["artifacts"]) == ["dataset", "validation"]
-    manifest = storage.verify(prepared.answer["artifacts"]["dataset"])
+    # A run without an exit step is known to have ended.
+    assert local_status.read_status(prepared.workdir, answer["run_id"]).status == "done"
+    assert list(answer["artifacts"]) == ["dataset", "validation"]
+    manifest = storage.verify(answer["artifacts"]["dataset"])
     assert manifest.kind == "dataset"
     splits = manifest.fields["splits"]
     assert {name: each["examples"] for name, each in splits.items()} == DATASET
     assert prepared.path_of("dataset").parent == prepared.workdir / "datasets"
 
 
-def test_its_course_is_reported(prepared):
+def test_its_course_is_reported_and_the_closing_table_says_what_there_is(prepared):
     lines = prepared.err.splitlines()
     assert lines[0] == f"run {prepared.answer['run_id']} in {prepared.folder}"
     assert [line.split(" in ")[0] for line in lines[1:8]] == [
-        "resolve_config ...",
-        "resolve_config done",
-        "prepare_data ...",
-        "the newest version of digits is 1.0.0",
-        "prepare_data done",
-        "validate_data ...",
+        "resolve_config ...", "resolve_config done", "prepare_data ...",
+        "the newest version of digits is 1.0.0", "prepare_data done", "validate_data ...",
         "validate_data done",
-    ]
+    ]  # fmt: skip
     assert lines[8].startswith("step ")
-
-
-def test_the_closing_table_says_what_there_is_and_where(prepared):
     text = prepared.err.partition("step  ")[2]
-    assert "train=1293" in text
-    assert "reused=no" in text
-    assert " it's a $wörk dir" in text
+    for words in ("train=1293", "reused=no", " it's a $wörk dir"):
+        assert words in text
     assert "file:" not in text
 
 
-def test_everything_is_below_the_workdir(prepared):
+def test_everything_is_whole_and_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
     assert names - {".lock"} == {"datasets", "in_use", prepared.answer["run_id"]}
     assert not (prepared.folder / "tmp").exists()
-
-
-def test_nothing_half_made_is_left(prepared):
     assert not list(prepared.workdir.rglob("*.part"))
-
-
-def test_the_artifact_in_the_ui_names_the_uri(prepared):
+    # The artifact in the KFP UI names the URI.
     (path,) = prepared.folder.glob("kfp/*/prepare-data/executor_output.json")
     text = path.read_text(encoding="utf-8")
     assert prepared.answer["artifacts"]["dataset"] in text
     assert '"train": 1293' in text
-
-
-def test_the_steps_used_what_is_installed(prepared):
+    # The steps used the installed packages.
     assert "pip install" not in prepared.log
 
 
-@pytest.mark.slow
 def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_path):
     ended = call("prepare", tmp_path / "runs", *setting(data__dataset="digitz"), cwd=tmp_path)
     assert ended.code == 2
@@ -105,7 +83,6 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
     assert ended.err.splitlines()[-1] == f"flotilla: failed: {ended.answer['message']}"
 
 
-@pytest.mark.slow
 def test_a_second_run_reuses_the_dataset(prepared):
     # Ignore the mark of a dataset's last use, which `flotilla gc` reads.
     before = {

@@ -58,6 +58,8 @@ def ended(step, status="done", **more):
 
 # The last events of a run that was not killed.
 FINISHED = ended("finish") + line(RunEnd())
+FIRST = line(RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
+AGAIN = line(RunBegin(run_id="digits-1", number=2))
 
 
 @pytest.fixture
@@ -95,12 +97,9 @@ def starting(folder, name):
     """Start a process with this name, which starts the child process of a run."""
     words = json.dumps(["-m", "flotilla.pipelines.runs.local_child", "run", str(folder)])
     process = subprocess.Popen(
-        [sys.executable, "-c", STARTER, name],
-        env={**os.environ, "WORDS": words},
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-c", STARTER, name], env={**os.environ, "WORDS": words},
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     child = int(process.stdout.readline())
     assert process.stdout.readline() == "started\n"
     process.child = child
@@ -113,10 +112,22 @@ def starting(folder, name):
         process.communicate()
 
 
-def test_a_run_that_has_ended(flotilla):
+def test_a_run_that_has_ended(flotilla, folder):
     answer = flotilla("status", "digits-1", "--json")
     assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
     assert "run digits-1: refused" in answer.err
+    answer = flotilla("cancel", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "ended")
+    assert "has already ended: refused" in answer.err
+    answer = flotilla("open", folder.name, "--workdir", folder.parent)
+    assert (answer.code, answer.out) == (1, "")
+    assert answer.err.startswith(f"flotilla: run {folder.name} is ")
+    assert answer.err.endswith(f"; read its log with: flotilla logs {folder.name}\n")
+    # A status that a newer version has recorded is printed as it is.
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(ended("teleport_model", status="[sent]") + line(RunEnd()))
+    answer = flotilla("status", "digits-1")
+    assert (answer.code, "teleport_model  [sent]" in answer.out) == (0, True)
 
 
 @pytest.mark.parametrize(
@@ -139,49 +150,41 @@ def test_a_run_that_goes_on(flotilla, going):
     assert any(each.startswith("prepare_data prepare_data done") for each in lines)
     [row] = [each for each in lines if each.startswith("train_model train_model running")]
     assert "global_step=20 steps=100" in row
+    answer = flotilla("logs", "digits-1")
+    assert "  two\n" in answer.out
+    assert "the run continues; follow it with -f" in answer.err
     assert going.poll() is None
 
 
-def test_a_status_of_a_newer_version_is_printed_as_it_is(flotilla, folder):
-    with (folder / "events.jsonl").open("a") as events:
-        events.write(ended("teleport_model", status="[sent]") + line(RunEnd()))
-    answer = flotilla("status", "digits-1")
-    assert "teleport_model  [sent]" in answer.out
-    assert answer.code == 0
+@pytest.mark.parametrize(
+    ("events", "status", "message"),
+    [
+        (ended("prepare_data") + line(StepBegin(step="train_model")), "failed", ""),
+        (ended("prepare_data") + ended("train_model"), "failed", ""),
+        (ended("train_model") + ended("evaluate_model"), "failed", "did not finish"),
+        # `flotilla train` has no exit step.
+        (ended("prepare_data") + ended("train_model") + line(RunEnd()), "done", ""),
+        # Of a resumed run, the newest start counts.
+        (FIRST + FINISHED + AGAIN + ended("train_model") + FINISHED, "done", ""),
+        # A start that was killed before its first step has only its first event.
+        (FIRST + FINISHED + AGAIN, "failed", "did not finish"),
+    ],
+)
+def test_a_run_that_was_killed_or_resumed(flotilla, folder, events, status, message):
+    (folder / "events.jsonl").write_text(events)
+    answer = flotilla("status", "digits-1", "--json").json
+    assert (answer["status"], message in answer["message"]) == (status, True)
 
 
-def test_a_run_that_was_killed(flotilla, folder):
-    (folder / "events.jsonl").write_text(
-        ended("prepare_data") + line(StepBegin(step="train_model"))
-    )
-    assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
-    both = ended("prepare_data") + ended("train_model")
-    (folder / "events.jsonl").write_text(both)
-    assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
-    # `flotilla train` has no exit step.
-    (folder / "events.jsonl").write_text(both + line(RunEnd()))
-    assert flotilla("status", "digits-1", "--json").json["status"] == "done"
-    (folder / "events.jsonl").write_text(ended("train_model") + ended("evaluate_model"))
-    answer = flotilla("status", "digits-1", "--json")
-    assert "did not finish" in answer.json["message"]
-
-
-def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
-    first = line(RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
-    again = line(RunBegin(run_id="digits-1", number=2)) + ended("train_model")
-    events = folder / "events.jsonl"
-    events.write_text(first + FINISHED + again + FINISHED)
-    assert flotilla("status", "digits-1", "--json").json["status"] == "done"
-    # A start that was killed before its first step has only its first event.
-    events.write_text(first + FINISHED + line(RunBegin(run_id="digits-1", number=2)))
-    said = flotilla("status", "digits-1", "--json").json
-    assert (said["status"], "did not finish" in said["message"]) == ("failed", True)
-
-
-def test_the_log(flotilla):
+def test_the_log(flotilla, folder):
     answer = flotilla("logs", "digits-1", "--json")
     assert (answer.code, "  one\n" in answer.err, "  two\n" in answer.err) == (0, True, True)
     assert answer.json["status"] == "refused"
+    (folder / "pipeline.log").unlink()
+    assert flotilla("logs", "digits-1").code == 0
+    (folder / "events.jsonl").unlink()
+    answer = flotilla("logs", "digits-1")
+    assert (answer.code, answer.err.count("\n"), "cannot read" in answer.err) == (1, 1, True)
 
 
 def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monkeypatch):
@@ -201,21 +204,6 @@ def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monk
     ]
 
 
-def test_the_log_without_following(flotilla, going):
-    answer = flotilla("logs", "digits-1")
-    assert "  two\n" in answer.out
-    assert "the run continues; follow it with -f" in answer.err
-    assert going.poll() is None
-
-
-def test_a_log_that_is_gone(flotilla, folder):
-    (folder / "pipeline.log").unlink()
-    assert flotilla("logs", "digits-1").code == 0
-    (folder / "events.jsonl").unlink()
-    answer = flotilla("logs", "digits-1")
-    assert (answer.code, answer.err.count("\n"), "cannot read" in answer.err) == (1, 1, True)
-
-
 @pytest.mark.parametrize(
     ("option", "name", "remedy"),
     [("--step", "chek_gate", "check_gate"), ("--task", "chief-1", "chief-0")],
@@ -231,30 +219,17 @@ def test_of_a_step_or_task_that_is_not_there_the_nearest_is_named(
 
 
 @pytest.mark.parametrize("is_opened", [True, False])
-def test_open_shows_the_report(flotilla, folder, monkeypatch, is_opened):
-    (folder / "report.html").write_text("<p>")
-    opened = []
-    monkeypatch.setattr(commands, "open_page", lambda uri: opened.append(uri) or is_opened)
-    answer = flotilla("open", folder.name, "--workdir", folder.parent)
-    assert (answer.code, answer.out) == (0, f"{folder / 'report.html'}\n")
-    assert opened == [(folder / "report.html").as_uri()]
-    assert ("no browser was found on this machine; the page is at:" in answer.err) != is_opened
-
-
-def test_open_shows_the_page_of_a_sweep(flotilla, tmp_path, monkeypatch):
-    page = tmp_path / "sweep-1" / "sweep.html"
+@pytest.mark.parametrize("name", ["report.html", "sweep.html"])
+def test_open_shows_the_report_of_a_run_or_the_page_of_a_sweep(
+    flotilla, tmp_path, monkeypatch, is_opened, name
+):
+    page, opened = tmp_path / "some-1" / name, []
     page.parent.mkdir()
     page.write_text("<p>")
-    monkeypatch.setattr(commands, "open_page", lambda _uri: False)
-    answer = flotilla("open", "sweep-1", "--workdir", tmp_path)
-    assert (answer.code, answer.out) == (0, f"{page}\n")
-
-
-def test_open_of_a_run_without_a_report(flotilla, folder):
-    answer = flotilla("open", folder.name, "--workdir", folder.parent)
-    assert (answer.code, answer.out) == (1, "")
-    assert answer.err.startswith(f"flotilla: run {folder.name} is ")
-    assert answer.err.endswith(f"; read its log with: flotilla logs {folder.name}\n")
+    monkeypatch.setattr(commands, "open_page", lambda uri: opened.append(uri) or is_opened)
+    answer = flotilla("open", "some-1", "--workdir", tmp_path)
+    assert (answer.code, answer.out, opened) == (0, f"{page}\n", [page.as_uri()])
+    assert ("no browser was found on this machine; the page is at:" in answer.err) != is_opened
 
 
 def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, going):
@@ -271,12 +246,6 @@ def test_cancel_again_leaves_the_last_checkpoint_to_be_published(flotilla, folde
     assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert "run digits-1 is already being cancelled" in answer.err
     assert going.poll() is None
-
-
-def test_cancel_of_what_has_ended(flotilla):
-    answer = flotilla("cancel", "digits-1", "--json")
-    assert (answer.code, answer.json["status"]) == (0, "ended")
-    assert "has already ended: refused" in answer.err
 
 
 def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):

@@ -67,15 +67,21 @@ def refused(workdir, before):
 
 
 class TestBlessed:
-    def test_it_is_blessed(self, blessed):
+    def test_it_is_blessed_and_leaves_nothing_behind(self, blessed, workdir):
         assert blessed.code == 0, blessed.err
         assert (blessed.answer["status"], blessed.answer["message"]) == ("blessed", "")
         assert blessed.statuses() == dict.fromkeys(
             [*ALL, "export_model", "register_model", "finish"], "done"
         )
-
-    def test_every_update_was_applied(self, blessed):
         assert blessed.answer["global_step"] == STEPS
+        kept = load_config(blessed.folder / "config.json")
+        assert (kept.training.steps, kept.gate.min) == (STEPS, {"accuracy": 0.5})
+        tasks = {path.parent.name for path in blessed.folder.glob("cluster/*/log.txt")}
+        assert tasks == {"chief-0", "ps-0", "worker-0", "worker-1"}
+        assert [path.name for path in workdir.parent.iterdir()] == ["runs"]
+        assert not list(workdir.rglob("*.part"))
+        assert not (blessed.folder / "tmp").exists()
+        assert not processes_of(blessed.workdir)
 
     def test_what_it_has_published_is_whole(self, blessed):
         artifacts = dict(blessed.answer["artifacts"])
@@ -87,7 +93,7 @@ class TestBlessed:
             "registration",
         }  # fmt: skip
 
-    def test_a_descriptor_of_each_went_through_kfp(self, blessed):
+    def test_each_artifact_and_its_descriptor_went_through_kfp(self, blessed):
         files = {path.name: path for path in blessed.folder.glob("kfp/*/*/*") if path.is_file()}
         files["evaluation"] = files["evaluation_metrics"]
         for name, uri in blessed.answer["artifacts"].items():
@@ -97,8 +103,6 @@ class TestBlessed:
             assert (described["kind"], described["uri"]) == (name, uri)
             # On a cluster, KFP copies this file into the pod of every step that uses it.
             assert files[name].stat().st_size < 4096
-
-    def test_each_artifact_of_kfp_has_something_at_its_uri(self, blessed):
         made = {}
         for output in blessed.folder.glob("kfp/*/*/executor_output.json"):
             listed = json.loads(output.read_text(encoding="utf-8")).get("artifacts", {})
@@ -106,13 +110,7 @@ class TestBlessed:
         assert {"configuration", "dataset", "roc_curve", "model", "registration"} <= set(made)
         assert [name for name, uri in made.items() if not Path(uri).read_bytes()] == []
 
-    def test_it_is_champion(self, blessed, workdir):
-        champion = registry.champion(storage.uri_of(workdir), "digits")
-        assert champion.manifest.fields["source"]["uri"] == blessed.answer["artifacts"]["model"]
-        measured = champion.manifest.fields["lineage"]["metrics"]
-        assert measured.items() < blessed.answer["metrics"].items()
-
-    def test_the_metrics_are_those_of_the_evaluation(self, blessed):
+    def test_it_is_champion_with_the_metrics_of_the_evaluation(self, blessed, workdir):
         measured = blessed.read("evaluation", "metrics.json")
         baselines = {
             f"baseline_{each['name'].replace(' ', '_')}_accuracy": each["metrics"]["accuracy"]
@@ -120,17 +118,18 @@ class TestBlessed:
         }
         assert min(baselines.values()) > 0.9
         assert {**measured["metrics"], **baselines} == blessed.answer["metrics"]
-        assert measured["split"] == "test"
-        assert measured["global_step"] == STEPS
+        assert (measured["split"], measured["global_step"]) == ("test", STEPS)
         assert measured["metrics"]["accuracy"] > 0.7
-
-    def test_the_decision_says_why(self, blessed):
         decision = blessed.read("decision", "decision.json")
         assert decision["decision"] == "blessed"
         rule, constant = decision["rules"]
         assert (rule["metric"], rule["threshold"], rule["passed"]) == ("accuracy", 0.5, True)
         assert (constant["key"], constant["passed"]) == ("gate.constant", True)
         assert rule["value"] == blessed.answer["metrics"]["accuracy"]
+        champion = registry.champion(storage.uri_of(workdir), "digits")
+        assert champion.manifest.fields["source"]["uri"] == blessed.answer["artifacts"]["model"]
+        lineage = champion.manifest.fields["lineage"]
+        assert lineage["metrics"].items() < blessed.answer["metrics"].items()
 
     def test_the_exported_forms_answer_as_the_model_did(self, blessed):
         parity = blessed.read("model", "parity.json")
@@ -151,7 +150,7 @@ class TestBlessed:
         assert len(sources) == 25, "the worst examples"
         assert all(source.startswith("data:image/png;base64,") for source in sources)
 
-    def test_the_history_has_the_course_of_training(self, blessed):
+    def test_history_checkpoints_and_tensorboard_have_the_course_of_training(self, blessed):
         path = blessed.folder / "checkpoints" / "history.jsonl"
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         steps = [row["global_step"] for row in rows]
@@ -159,13 +158,18 @@ class TestBlessed:
         assert steps[-1] == STEPS
         validated = [row["global_step"] for row in rows if "validation_accuracy" in row]
         assert validated == [100, 200]
-
-    def test_the_optimizer_has_counted_every_update(self, blessed):
         checkpoints = storage.uri_of(blessed.folder / "checkpoints")
         assert [step for _, step in list_checkpoints(checkpoints)] == [0, 100, 200]
         reader = tf.train.load_checkpoint(str(blessed.path_of("checkpoint") / "variables"))
         names = {name for name in reader.get_variable_to_shape_map() if "global_step" in name}
         assert {int(reader.get_tensor(name)) for name in names} == {STEPS}
+        logs = blessed.folder / "checkpoints" / "logs"
+        tags = {(name, tag) for name, _, tag, _ in scalars(logs)}
+        train, validation = (f"{blessed.folder.name}/{part}" for part in ("train", "validation"))
+        assert {(train, name) for name in ("loss", "learning_rate", "steps_per_second")} <= tags
+        assert {(validation, name) for name in ("loss", "accuracy")} <= tags
+        _, values = hyperparameters(logs, blessed.folder.name)
+        assert values["training.steps"] == STEPS
 
     def test_the_checkpoint_restores_into_a_model_of_one_process(self, blessed, tmp_path):
         dataset, uri = (blessed.answer["artifacts"][name] for name in ("dataset", "checkpoint"))
@@ -178,30 +182,15 @@ class TestBlessed:
         for variable, old in zip(model.trainable_variables, before, strict=True):
             assert (variable.numpy() != old).any()
 
-    def test_tensorboard_finds_the_metrics(self, blessed):
-        logs = blessed.folder / "checkpoints" / "logs"
-        tags = {(name, tag) for name, _, tag, _ in scalars(logs)}
-        train, validation = (f"{blessed.folder.name}/{part}" for part in ("train", "validation"))
-        assert {(train, name) for name in ("loss", "learning_rate", "steps_per_second")} <= tags
-        assert {(validation, name) for name in ("loss", "accuracy")} <= tags
-        _, values = hyperparameters(logs, blessed.folder.name)
-        assert values["training.steps"] == STEPS
-
-    def test_its_progress_went_to_standard_error(self, blessed):
+    def test_its_progress_and_a_table_of_every_step_went_to_standard_error(self, blessed):
         assert re.search(rf"/{STEPS} \(epoch [\d.]+ of [\d.]+\)  loss ", blessed.err)
         assert "train_model done in " in blessed.err
         assert f"/{STEPS} (epoch " not in blessed.out
-
-    def test_the_table_has_every_step(self, blessed):
         # Only the first row of a step with several stages contains the step's name.
         rows = [line.partition(" done ")[0].split() for line in blessed.err.splitlines()
                 if "  done  " in line]  # fmt: skip
         assert [each[-1] for each in rows] == [*ALL, "export_model", "register_model", "finish"]
         assert rows[0] == ["prepare_data", "resolve_config"]
-
-    def test_every_task_had_a_folder_and_a_log(self, blessed):
-        tasks = {path.parent.name for path in blessed.folder.glob("cluster/*/log.txt")}
-        assert tasks == {"chief-0", "ps-0", "worker-0", "worker-1"}
 
     def test_no_worker_had_the_shards_of_another(self, blessed):
         shards = [
@@ -211,27 +200,13 @@ class TestBlessed:
         assert not shards[0] & shards[1]
         assert len(shards[0] | shards[1]) == 8
 
-    def test_the_configuration_is_kept(self, blessed):
-        kept = load_config(blessed.folder / "config.json")
-        assert (kept.training.steps, kept.gate.min) == (STEPS, {"accuracy": 0.5})
-
-    def test_nothing_is_next_to_the_workdir(self, blessed, workdir):
-        assert [path.name for path in workdir.parent.iterdir()] == ["runs"]
-        assert not list(workdir.rglob("*.part"))
-        assert not (blessed.folder / "tmp").exists()
-
-    def test_no_process_is_left(self, blessed):
-        assert not processes_of(blessed.workdir)
-
 
 @pytest.mark.slow
 class TestRefused:
-    def test_it_is_refused(self, refused):
+    def test_it_is_refused_with_a_reason_and_a_report_and_without_an_export(self, refused):
         assert refused.code == 3, refused.err
         assert refused.answer["status"] == "refused"
         assert refused.statuses() == dict.fromkeys([*ALL, "finish"], "done")
-
-    def test_the_decision_says_why(self, refused):
         decision = refused.read("decision", "decision.json")
         assert decision["decision"] == "refused"
         # The model may also have been worse than the champion.
@@ -242,30 +217,21 @@ class TestRefused:
         lines = refused.err.splitlines()
         assert lines[lines.index(said[0]) :][: len(said)] == said
         assert lines[-1].endswith("/report.html")
-
-    def test_nothing_is_exported(self, refused):
         assert "model" not in refused.answer["artifacts"]
         assert not (refused.folder / "model").exists()
         assert not list(refused.folder.rglob("*.keras"))
-
-    def test_there_is_a_report_all_the_same(self, refused):
         page = Page((refused.folder / "report.html").read_text(encoding="utf-8"))
         assert page.verdict == "refused"
         assert "it must be at least 0.999" in page.text
 
-    def test_it_has_an_id_of_its_own(self, blessed, refused):
+    def test_it_reuses_the_dataset_and_touched_no_file_that_was_there(
+        self, blessed, before, refused
+    ):
         assert refused.answer["run_id"] != blessed.answer["run_id"]
-        others = {key for key in blessed.answer["artifacts"] if key in refused.answer["artifacts"]}
-        others.remove("dataset")
-        for name in others:
-            assert refused.answer["artifacts"][name] != blessed.answer["artifacts"][name]
-
-    def test_it_reuses_the_dataset(self, blessed, refused):
-        assert refused.answer["artifacts"]["dataset"] == blessed.answer["artifacts"]["dataset"]
+        ours, theirs = (each.answer["artifacts"] for each in (refused, blessed))
+        assert {name for name in ours if ours[name] == theirs.get(name)} == {"dataset"}
         metrics = {each.step: each.metrics for each in refused.events(StepEnd)}
         assert metrics["prepare_data"]["reused"] is True
-
-    def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)
         # Ignore the mark of a dataset's last use, which `flotilla gc` reads.
         kept = {name: each for name, each in before.items() if "/in_use/" not in str(name)}
@@ -327,54 +293,38 @@ def resumed(interrupted, interrupted_workdir, reached):
 
 
 @pytest.mark.slow
-def test_it_says_so(interrupted, reached):
+def test_an_interrupt_publishes_a_last_checkpoint_and_says_what_to_do_next(interrupted, reached):
     assert interrupted.code == 130, interrupted.err
-    assert interrupted.answer["status"] == "interrupted"
-    assert interrupted.answer["message"].startswith(f"interrupted at global step {reached}; ")
-
-
-@pytest.mark.slow
-def test_it_ends_with_what_to_do_next(interrupted):
-    run_id = interrupted.answer["run_id"]
+    answer = interrupted.answer
+    assert answer["status"] == "interrupted"
+    assert answer["message"].startswith(f"interrupted at global step {reached}; ")
     words, remedy, report = interrupted.err.splitlines()[-3:]
-    assert words == f"flotilla: {interrupted.answer['message']}"
+    assert words == f"flotilla: {answer['message']}"
     assert remedy == (
-        f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
+        f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' "
+        f"--resume {answer['run_id']}"
     )
     assert report.endswith("/report.html")
     assert "Traceback" not in interrupted.err + interrupted.out
-
-
-@pytest.mark.slow
-def test_the_steps_after_it_were_left_out(interrupted, interrupted_before):
-    statuses = {each.step: each.status for each in interrupted_before if isinstance(each, StepEnd)}
-    assert statuses == {
-        "resolve_config": "done",
-        "prepare_data": "done",
-        "validate_data": "done",
-        "train_model": "interrupted",
-        "finish": "done",
-    }
-    assert storage.verify(interrupted.answer["artifacts"]["dataset"]).kind == "dataset"
-
-
-@pytest.mark.slow
-def test_a_last_checkpoint_is_published(interrupted, reached):
     assert reached > 0
     uri = storage.uri_of(interrupted.folder / "checkpoints" / f"step-{reached:08d}")
     assert storage.verify(uri).fields["global_step"] == reached
-    assert uri in interrupted.answer["message"]
-
-
-@pytest.mark.slow
-def test_there_is_a_report_all_the_same(interrupted, reached):
+    assert uri in answer["message"]
     page = Page((interrupted.folder / "report.html").read_text(encoding="utf-8"))
     assert page.verdict == "interrupted"
     assert f"interrupted at global step {reached}" in page.text
 
 
 @pytest.mark.slow
-def test_it_goes_on_from_there(resumed, interrupted, reached):
+def test_the_steps_after_it_were_left_out(interrupted, interrupted_before):
+    statuses = {each.step: each.status for each in interrupted_before if isinstance(each, StepEnd)}
+    done = dict.fromkeys(("resolve_config", "prepare_data", "validate_data", "finish"), "done")
+    assert statuses == {**done, "train_model": "interrupted"}
+    assert storage.verify(interrupted.answer["artifacts"]["dataset"]).kind == "dataset"
+
+
+@pytest.mark.slow
+def test_a_resumed_run_goes_on_from_there(resumed, interrupted, reached):
     assert resumed.code == 0, resumed.err + resumed.log
     assert resumed.answer["status"] == "done"
     assert resumed.answer["run_id"] == interrupted.answer["run_id"]
@@ -383,18 +333,11 @@ def test_it_goes_on_from_there(resumed, interrupted, reached):
     first, second = resumed.events(AttemptBegin)
     assert (first.resumed, first.global_step) == (False, 0)
     assert (second.resumed, second.global_step) == (True, reached)
-
-
-@pytest.mark.slow
-def test_it_goes_on_with_the_configuration_of_the_run(resumed):
     # The resumed run was given no configuration file, so only the values that were set again
     # differ.
     kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
     assert f'"checkpoint_every": {ENDLESS}' in kept
-
-
-@pytest.mark.slow
-def test_on_a_given_dataset_it_prepares_none(resumed):
+    # On a given dataset, it prepares none.
     assert resumed.statuses() == {"resolve_config": "done", "train_model": "done"}
     assert set(resumed.answer["artifacts"]) == {"checkpoint"}
 

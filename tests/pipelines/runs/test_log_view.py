@@ -47,29 +47,20 @@ def ended(step, status="done", **more):
 
 
 def progress(second, step):
-    return of_event(
-        Progress(
-            time=second, global_step=step, steps=9999, loss=0.5, steps_per_second=1, seconds_left=2
-        )
-    )
+    numbers = {"steps": 9999, "loss": 0.5, "steps_per_second": 1, "seconds_left": 2}
+    return of_event(Progress(time=second, global_step=step, **numbers))
 
 
-def test_a_step_with_what_it_measured():
+def test_a_step_with_what_it_measured_or_why_it_refused():
     step = of_event(StepBegin(step="prepare_data"))
     metrics = {"train": 90, "headline": "x", "notes": [1], "share": 0.123456}
     assert written(step, ended("prepare_data", metrics=metrics)) == [
         ("prepare_data", "done in 2.0 s: train 90, share 0.1235")
     ]
-
-
-def test_that_a_step_begins_is_written_where_it_says_something_or_goes_on():
-    step = of_event(StepBegin(step="prepare_data"))
+    # Its begin is written if it says something or goes on.
     lines = [("prepare_data", "..."), ("prepare_data", "a word")]
     assert written(step, of_text("a word")) == lines
     assert written(step) == lines[:1]
-
-
-def test_a_refusal_has_its_reasons():
     end = ended("check_gate", metrics={"decision": "refused", "reasons": ["too low", "too slow"]})
     assert [text for _, text in written(end)] == [
         "done in 2.0 s: decision refused", "- too low", "- too slow",
@@ -105,16 +96,24 @@ def test_a_validation_comes_after_the_progress_before_it():
 def test_events_of_training_are_those_of_its_leading_task():
     begin = of_event(AttemptBegin(global_step=0, steps=9, resumed=False))
     own = of_event(Validation(global_step=2, metrics={}, created="now"))
-    assert [label for label, _ in written(begin, own, leader="chief-0")] == [
-        "chief-0",
-        "evaluator-0",
-    ]
+    found = written(begin, own, leader="chief-0")
+    assert [label for label, _ in found] == ["chief-0", "evaluator-0"]
 
 
-def test_noise_is_written_with_verbose_alone():
+def test_a_line_of_noise_with_credentials_or_with_a_level():
     line = of_text("oneDNN", is_noise=True)
     assert written(line) == []
     assert written(line, verbose=True) == [("", "oneDNN")]
+    secret = of_text("reading minio://ann:secret@bucket/x")
+    assert written(secret) == [("", "reading minio://***@bucket/x")]
+    assert written(of_text("low", level="WARNING"), of_text("bad", level="ERROR")) == [
+        ("", "warning: low"), ("", "error: bad"),
+    ]  # fmt: skip
+    # A warning that two handlers write comes once.
+    own = of_text("retracing", level="WARNING")
+    handed_on = of_text("retracing", level="WARNING", begins=True)
+    assert written(own, handed_on) == [("", "warning: retracing")]
+    assert len(written(handed_on, handed_on)) == 2
 
 
 def test_a_traceback_is_written_once_and_that_of_the_runner_never():
@@ -163,25 +162,6 @@ def test_what_a_launcher_relays_again_is_left_out_and_what_two_tasks_say_is_not(
     assert written(*lines, again) == [("chief-0", "words"), ("worker-0", "words")]
 
 
-def test_a_warning_that_two_handlers_write_comes_once():
-    own = of_text("retracing", level="WARNING")
-    handed_on = of_text("retracing", level="WARNING", begins=True)
-    assert written(own, handed_on) == [("", "warning: retracing")]
-    assert len(written(handed_on, handed_on)) == 2
-
-
-def test_what_the_user_prints_is_without_credentials():
-    assert written(of_text("reading minio://ann:secret@bucket/x")) == [
-        ("", "reading minio://***@bucket/x")
-    ]
-
-
-def test_warnings_and_errors_say_so():
-    assert written(of_text("low", level="WARNING"), of_text("bad", level="ERROR")) == [
-        ("", "warning: low"), ("", "error: bad"),
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -208,10 +188,8 @@ def test_the_logs_of_two_pods_in_turn_keep_their_stages():
     take("evaluate_model", of_event(StepBegin(step="check_gate")))
     take("finish", texts["finish"].take("one"))
     take("evaluate_model", texts["evaluate_model"].take("two"))
-    assert [each for each in found if each[1] != "..."] == [
-        ("finish", "one"),
-        ("check_gate", "two"),
-    ]
+    said = [each for each in found if each[1] != "..."]
+    assert said == [("finish", "one"), ("check_gate", "two")]
 
 
 def test_a_run_that_begins_again_and_one_that_is_asked_to_end():
@@ -309,19 +287,18 @@ def test_any_line_is_taken_and_commands_for_a_terminal_are_none(line):
     assert "\x1b" not in found.text
 
 
-def test_a_document_that_follows_noise_ends():
-    text = "default session config: device_count {\n  key: 1\n}\nx {\n}\n\nmine\n{\nof mine\n"
-    assert [each.text for each in read(LogText(), text) if not each.is_noise] == [
-        "mine", "{", "of mine",
-    ]  # fmt: skip
-
-
-def test_a_document_that_was_cut_off_hides_nothing_after_it():
-    text = "[KFP Executor 2026-01-02 03:04:05,000 INFO]: Got executor_input:\n{\n"
-    text += "2026-01-02 03:04:06,000 a word\nanother\n"
-    assert [each.text for each in read(LogText(), text) if not each.is_noise] == [
-        "a word", "another",
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("default session config: device_count {\n  key: 1\n}\nx {\n}\n\nmine\n{\nof mine\n",
+         ["mine", "{", "of mine"]),
+        # A document that was cut off hides nothing after it.
+        ("[KFP Executor 2026-01-02 03:04:05,000 INFO]: Got executor_input:\n{\n"
+         "2026-01-02 03:04:06,000 a word\nanother\n", ["a word", "another"]),
+    ],
+)  # fmt: skip
+def test_a_document_that_is_noise_ends(text, left):
+    assert [each.text for each in read(LogText(), text) if not each.is_noise] == left
 
 
 def test_a_logger_that_nobody_has_set_up_has_a_level():

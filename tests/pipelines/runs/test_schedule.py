@@ -5,7 +5,7 @@ import copy
 import pytest
 
 from flotilla.trainer.config.load import load_config
-from tests.pipelines.test_old_parameters import flat
+from tests.pipelines.test_settings_old import flat
 
 
 @pytest.fixture
@@ -29,17 +29,15 @@ def test_a_schedule_as_it_is_by_default(instance, remote):
     assert made["display_name"] == "digits"
     assert made["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
     assert (made["no_catchup"], made["max_concurrency"], made["mode"]) == (True, "1", "ENABLE")
-    assert made["pipeline_version_reference"] == {
-        "pipeline_id": version["pipeline_id"],
-        "pipeline_version_id": version["pipeline_version_id"],
-    }
+    reference = made["pipeline_version_reference"]
+    assert reference == {each: version[each] for each in ("pipeline_id", "pipeline_version_id")}
     assert made["runtime_config"]["parameters"]["steps"] == 9
     assert answer.json["schedule"]["id"] == made["recurring_run_id"]
     assert answer.json["schedule"]["next"].endswith("T02:30:00Z")
     assert "02:30:00 UTC; the instance uses UTC, unless CRON_SCHEDULE_TIMEZONE" in answer.err
 
 
-def test_the_same_again_changes_nothing(instance, remote):
+def test_the_same_again_changes_nothing_or_enables_it_and_removes_duplicates(instance, remote):
     remote(*NIGHTLY)
     before = copy.deepcopy(instance.store.recurring)
     answer = remote(*NIGHTLY)
@@ -47,6 +45,18 @@ def test_the_same_again_changes_nothing(instance, remote):
     assert instance.store.recurring == before
     assert len(instance.asked("POST .*recurringruns")) == 1
     assert not instance.asked("DELETE")
+    made = the_schedule(instance)
+    instance.store.enable(made["recurring_run_id"], False)
+    assert "was disabled and is now enabled again" in remote(*NIGHTLY).err
+    assert the_schedule(instance)["status"] == "ENABLED"
+    assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
+    for number in range(3):
+        more = {**made, "recurring_run_id": f"more-{number}"}
+        instance.store.recurring[f"more-{number}"] = more
+    answer = remote(*NIGHTLY, "--json")
+    assert (answer.code, answer.json["schedule"]["removed"]) == (0, 3)
+    assert "removed 3 other schedules with this name" in answer.err
+    assert len(instance.store.recurring) == 1
 
 
 CHANGES = (
@@ -74,36 +84,18 @@ def test_a_change_replaces_it_once(instance, remote, words):
     assert the_schedule(instance)["recurring_run_id"] == after
 
 
-def test_duplicates_are_removed(instance, remote):
+def test_a_refusal_or_a_namesake_of_another_pipeline_leaves_what_was_there(instance, remote):
     remote(*NIGHTLY)
-    made = the_schedule(instance)
-    for number in range(3):
-        more = {**made, "recurring_run_id": f"more-{number}"}
-        instance.store.recurring[f"more-{number}"] = more
-    answer = remote(*NIGHTLY, "--json")
-    assert answer.code == 0
-    assert "removed 3 other schedules with this name" in answer.err
-    assert answer.json["schedule"]["removed"] == 3
-    assert len(instance.store.recurring) == 1
-
-
-def test_one_that_was_disabled_is_enabled(instance, remote):
-    remote(*NIGHTLY)
-    made = the_schedule(instance)
-    instance.store.enable(made["recurring_run_id"], False)
-    answer = remote(*NIGHTLY)
-    assert "was disabled and is now enabled again" in answer.err
-    assert the_schedule(instance)["status"] == "ENABLED"
-    assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
-
-
-def test_a_refusal_leaves_what_was_there(instance, remote):
-    remote(*NIGHTLY)
-    before = the_schedule(instance)["recurring_run_id"]
+    before = the_schedule(instance)
     instance.faults.add("POST .*recurringruns", 403)
     answer = remote("schedule", "--cron", "0 4 * * *")
     assert (answer.code, "answered 403" in answer.err) == (1, True)
-    assert the_schedule(instance)["recurring_run_id"] == before
+    assert the_schedule(instance)["recurring_run_id"] == before["recurring_run_id"]
+    before["pipeline_version_reference"]["pipeline_id"] = "another"
+    answer = remote(*NIGHTLY)
+    assert answer.code == 1
+    assert "the schedule 'digits' already exists for another pipeline" in answer.err
+    assert len(instance.store.recurring) == 1
 
 
 def test_names_are_found_over_pages(instance, remote):
@@ -116,15 +108,6 @@ def test_names_are_found_over_pages(instance, remote):
     assert "already exists" in remote(*NIGHTLY).err
     remote(*NIGHTLY, "--name", "nightly")
     assert len(instance.store.recurring) == 152
-
-
-def test_a_namesake_of_another_pipeline_is_left_alone(instance, remote):
-    remote(*NIGHTLY)
-    the_schedule(instance)["pipeline_version_reference"]["pipeline_id"] = "another"
-    answer = remote(*NIGHTLY)
-    assert answer.code == 1
-    assert "the schedule 'digits' already exists for another pipeline" in answer.err
-    assert len(instance.store.recurring) == 1
 
 
 @pytest.mark.slow
@@ -201,9 +184,15 @@ def test_what_a_schedule_leaves_to_its_version_is_made_again(instance, remote, p
     assert (sent["steps"], sent["batch_size"], sent["settings"]) == (9, 64, {})
 
 
-def test_a_schedule_with_other_settings_is_removed(instance, remote):
+def test_unschedule_of_odd_settings_or_of_what_is_not_there(instance, remote):
     remote(*NIGHTLY)
+    answer = remote("unschedule", "digit")
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert "has no schedule 'digit'; did you mean 'digits'?" in answer.err
+    assert len(instance.store.recurring) == 1
     the_schedule(instance)["runtime_config"]["parameters"] = {"settings": "of someone"}
+    # Another client has removed it meanwhile.
+    instance.faults.add("DELETE", 404, late=True)
     assert remote("unschedule", "digits").code == 0
     assert not instance.store.recurring
 
@@ -219,21 +208,6 @@ def test_what_cannot_be_made_again_stays(instance, remote):
     assert remote("reschedule", "digits").code == 1
     assert the_schedule(instance)["recurring_run_id"] == old["recurring_run_id"]
     assert "has no schedule 'digit'; did you mean" in remote("reschedule", "digit").err
-
-
-def test_unschedule_of_what_is_not_there(instance, remote):
-    remote(*NIGHTLY)
-    answer = remote("unschedule", "digit")
-    assert (answer.code, answer.err.count("\n")) == (2, 1)
-    assert "has no schedule 'digit'; did you mean 'digits'?" in answer.err
-    assert len(instance.store.recurring) == 1
-
-
-def test_one_that_somebody_else_removed_meanwhile_is_gone(instance, remote):
-    remote(*NIGHTLY)
-    instance.faults.add("DELETE", 404, late=True)
-    assert remote("unschedule", "digits").code == 0
-    assert not instance.store.recurring
 
 
 def test_where_several_users_share_the_instance(instance, remote):

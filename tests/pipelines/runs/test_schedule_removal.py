@@ -1,5 +1,7 @@
 """Tests that no run is lost if its schedule is removed or replaced while the run is active."""
 
+from unittest.mock import Mock, patch
+
 import pytest
 
 from flotilla.pipelines.runs import kfp_watch, schedule
@@ -46,10 +48,8 @@ def test_a_schedule_is_removed_once_its_run_has_ended(instance, remote, fire, lo
     answer = remote("unschedule", "digits", "--json")
     assert (answer.code, answer.json["schedule"]["removed"]) == (0, 1)
     assert not looks
-    assert (
-        answer.err.count(f"its run {run} has ended (running); to cancel the run: flotilla cancel")
-        == 1
-    )
+    said = f"its run {run} has ended (running); to cancel the run: flotilla cancel"
+    assert answer.err.count(said) == 1
     writes = [each for each in instance.requests if not each.startswith("GET")]
     assert [each.rpartition(":")[2][:7] for each in writes[:-1]] == ["disable"]
     assert writes[-1].startswith("DELETE")
@@ -81,10 +81,8 @@ def test_its_runs_are_cancelled_on_request(instance, remote, fire, looks):
     assert answer.code == 0
     assert [run in each for each in instance.asked(":terminate")] == [True]
     assert "the run is being cancelled" in answer.err
-    assert [each["state"] for each in instance.store.runs[run]["state_history"]] == [
-        "CANCELING",
-        "FAILED",
-    ]
+    states = [each["state"] for each in instance.store.runs[run]["state_history"]]
+    assert states == ["CANCELING", "FAILED"]
     assert not instance.store.recurring
 
 
@@ -159,40 +157,26 @@ def test_two_at_once_both_succeed(instance, remote, fire, how):
     assert instance.asked("DELETE")[0].partition("?")[0].endswith(key)
 
 
-def test_an_instance_that_is_away_during_the_wait(instance, remote, fire, looks):
-    run = fire()
-    away = r"GET .*/runs\?"
-    looks += [
-        nothing,
-        lambda: instance.faults.add(away, 500, times=2),
-        nothing,
-        lambda: instance.store.end_run(run, "SUCCEEDED"),
-    ]
-    answer = remote("unschedule", "digits")
-    assert answer.code == 0, answer.err
+@pytest.mark.parametrize("stays", [False, True])
+def test_an_instance_that_is_away_during_the_wait(instance, remote, fire, looks, stays):
+    run, away = fire(), r"GET .*/runs\?"
+    times = {} if stays else {"times": 2}
+    looks += [nothing, lambda: instance.faults.add(away, 500, **times)]
+    looks += [nothing, lambda: instance.store.end_run(run, "SUCCEEDED")]
+    with patch.object(kfp_watch, "RETRY_SECONDS", 0.0 if stays else 120.0):
+        answer = remote("unschedule", "digits")
+    assert answer.code == int(stays), answer.err
     assert answer.err.count("the state of the run cannot be read") == 1
-    assert answer.err.count("the state of the run can be read again") == 1
-    assert not instance.store.recurring
-
-
-def test_an_instance_that_stays_away_leaves_it_disabled(instance, remote, fire, looks, monkeypatch):
-    fire()
-    monkeypatch.setattr(kfp_watch, "RETRY_SECONDS", 0.0)
-    looks += [nothing, lambda: instance.faults.add(r"GET .*/runs\?", 500)]
-    answer = remote("unschedule", "digits")
-    assert answer.code == 1
-    assert "the schedule is disabled but not removed: repeat the command" in answer.err
-    [made] = instance.store.recurring.values()
-    assert made["mode"] == "DISABLE"
+    assert answer.err.count("the state of the run can be read again") == int(not stays)
+    said = "the schedule is disabled but not removed: repeat the command"
+    assert (said in answer.err) is stays
+    assert [each["mode"] for each in instance.store.recurring.values()] == ["DISABLE"] * stays
 
 
 def test_ctrl_c_leaves_it_disabled_and_its_run_alone(instance, remote, fire, looks):
     run = fire()
 
-    def interrupt():
-        raise KeyboardInterrupt
-
-    looks += [nothing, interrupt]
+    looks += [nothing, Mock(side_effect=KeyboardInterrupt)]
     answer = remote("unschedule", "digits", "--json")
     assert (answer.code, answer.json["status"]) == (130, "interrupted")
     assert "repeat the command to remove it" in answer.json["message"]

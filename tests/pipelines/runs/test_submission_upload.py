@@ -53,14 +53,14 @@ def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_
     assert answer.json["version"]["created"] is True
     assert answer.json["version"]["name"] == names(instance)[0]
     assert answer.json["artifacts"] == {}
-    assert (
-        f"no link: {instance.url} serves only the API; set the URL of the user interface"
-        in answer.err
-    )
+    said = f"no link: {instance.url} serves only the API; set the URL of the user interface"
+    assert said in answer.err
     assert "uploaded: flotilla-training version" in answer.err
 
 
-def test_the_same_content_is_there_once_whatever_the_commit(instance, remote, monkeypatch):
+def test_the_same_content_is_there_once_and_another_image_is_another_version(
+    instance, remote, monkeypatch
+):
     remote("upload")
     monkeypatch.setenv(lineage.COMMIT, "fedcba9876543210")
     answer = remote("upload", "--json")
@@ -68,17 +68,12 @@ def test_the_same_content_is_there_once_whatever_the_commit(instance, remote, mo
     assert "identical content was already uploaded" in answer.err
     assert len(names(instance)) == 1
     assert len(instance.asked("POST .*upload_version")) == 1
-
-
-def test_another_image_is_another_version(instance, remote):
-    remote("upload")
-    answer = remote("upload", "--image", "registry.example.com/flotilla:9", "--json")
+    answer = remote("upload", "--image", MINE, "--json")
     assert answer.json["version"]["created"] is True
-    assert len(names(instance)) == 2
-    assert len(instance.store.pipelines) == 1
+    assert (len(names(instance)), len(instance.store.pipelines)) == (2, 1)
     newest = list(instance.store.versions.values())[-1]
     parameters = newest["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
-    assert parameters["image"]["defaultValue"] == "registry.example.com/flotilla:9"
+    assert parameters["image"]["defaultValue"] == MINE
 
 
 def test_a_file_under_another_name(instance, remote, tmp_path):
@@ -123,10 +118,7 @@ def sizes(instance):
 
 
 def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
-    [version] = instance.store.versions.values()
-    for number in range(250):
-        more = {**version, "pipeline_version_id": f"id-{number}", "display_name": f"v{number}"}
-        instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
+    more_versions(instance, *(f"v{number}" for number in range(250)))
     answer = remote("upload", "--json")
     assert answer.json["version"]["name"] == uploaded
     # Lists are short, because each version in a list includes its complete spec.
@@ -138,11 +130,7 @@ def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
 
 
 def test_names_that_hold_the_digest_are_read_over_pages(instance, remote, uploaded):
-    [version] = instance.store.versions.values()
-    for number in range(7):
-        more = {**version, "pipeline_version_id": f"id-{number}"}
-        more |= {"display_name": f"copy-{number}-of-{uploaded}"}
-        instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
+    more_versions(instance, *(f"copy-{number}-of-{uploaded}" for number in range(7)))
     answer = remote("upload", "--json")
     assert answer.json["version"]["name"] == uploaded
     assert sizes(instance) == [5, 5, 1]
@@ -189,16 +177,14 @@ def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote
     assert f"`submit` and `schedule` use {first}; to use this version" in answer.err
 
 
-def test_what_is_uploaded_stays_when_the_last_look_fails(instance, remote):
+def test_what_is_uploaded_stays_when_the_last_look_fails_or_finds_nothing(instance, remote):
     instance.faults.add("GET .*page_size=1&", 500, times=1)
     answer = remote("upload", "--json")
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.err.startswith("uploaded: ")
     answer = remote("upload", "--json")
     assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, True)
-
-
-def test_a_version_that_is_gone_at_once(instance, remote):
+    # The version is gone at once.
     instance.faults.add("GET .*page_size=1&", 200, body=b"{}")
     answer = remote("upload", "--json")
     assert (answer.code, answer.json["version"]["newest"]) == (0, True)
@@ -224,20 +210,16 @@ def test_the_default_image_is_remarked_on(remote, tmp_path):
     assert REMARK in remote("upload").err
     remote("compile", "-o", tmp_path / "ours.yaml")
     assert REMARK in remote("upload", tmp_path / "ours.yaml").err
-
-
-def test_another_image_is_not_remarked_on(remote, tmp_path):
     assert "registry" not in remote("upload", "--image", MINE).err.replace(MINE, "")
-    (tmp_path / "other.yaml").write_text(OTHER)
-    assert "registry" not in remote("upload", tmp_path / "other.yaml").err
 
 
-@pytest.mark.parametrize("root", ["[]", "{inputDefinitions: {parameters: {image: 5}}}",
+@pytest.mark.parametrize("root", ["{dag: {tasks: {}}}", "[]",
+                                  "{inputDefinitions: {parameters: {image: 5}}}",
                                   "{inputDefinitions: {parameters: {image: {}}}}"])  # fmt: skip
 def test_a_pipeline_without_a_default_image(remote, tmp_path, root):
     (tmp_path / "p.yaml").write_text(OTHER.replace("{dag: {tasks: {}}}", root))
     answer = remote("upload", tmp_path / "p.yaml")
-    assert (answer.code, REMARK in answer.err) == (0, False)
+    assert (answer.code, "registry" in answer.err) == (0, False)
 
 
 def test_in_a_namespace(instance, remote):
@@ -247,26 +229,20 @@ def test_in_a_namespace(instance, remote):
     assert pipeline["namespace"] == "me"
 
 
-@pytest.mark.parametrize("content", ["pipelineInfo: {name: 5}\nroot: {}", "pipelineInfo: ["])
-def test_what_is_no_pipeline(remote, tmp_path, content):
-    (tmp_path / "p.yaml").write_text(content)
-    found = remote("upload", tmp_path / "p.yaml")
-    assert (found.code, found.err.count("\n")) == (2, 1)
-    assert "does not contain a compiled pipeline" in found.err
-
-
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "content", "message"),
     [
-        (("p.yaml", "--image", "a:b"), "omit the option"),
-        (("--image", "A B"), "is not the name of an image"),
-        (("--name", "  "), "--name is blank"),
+        (("p.yaml", "--image", "a:b"), OTHER, "omit the option"),
+        (("--image", "A B"), OTHER, "is not the name of an image"),
+        (("--name", "  "), OTHER, "--name is blank"),
+        (("p.yaml",), "pipelineInfo: {name: 5}\nroot: {}", "does not contain a compiled pipeline"),
+        (("p.yaml",), "pipelineInfo: [", "does not contain a compiled pipeline"),
     ],
 )
-def test_an_invalid_option_is_refused_without_a_request(instance, remote, words, message):
-    Path("p.yaml").write_text(OTHER)
+def test_what_is_invalid_is_refused_without_a_request(instance, remote, words, content, message):
+    Path("p.yaml").write_text(content)
     answer = remote("upload", *words)
-    assert (answer.code, message in answer.err) == (2, True)
+    assert (answer.code, answer.err.count("\n"), message in answer.err) == (2, 1, True)
     assert not instance.requests
 
 
@@ -330,10 +306,8 @@ def test_a_newer_version_of_others_is_named_and_not_taken(instance, remote, add,
     assert (answer.code, the_run_of(instance)) == (0, uploaded)
     assert "flotilla: warning: the newest version is by-hand, which " in answer.err
     assert origin in answer.err
-    assert (
-        remote("schedule", "--every", "6h", "--json").json["schedule"]["version"]["name"]
-        == uploaded
-    )
+    scheduled = remote("schedule", "--every", "6h", "--json").json["schedule"]
+    assert scheduled["version"]["name"] == uploaded
     assert remote("submit", "--version", "by-hand").code == 0
     assert the_run_of(instance) == "by-hand"
     assert "the newest version" not in remote("submit", "--version", uploaded).err
@@ -380,61 +354,45 @@ def test_uploading_ours_again_behind_one_of_others_says_so(remote, uploaded, add
     assert "flotilla: warning: the newest version is by-hand" in answer.err
 
 
-def the_run(instance):
-    [run] = instance.store.runs.values()
-    return run
-
-
 def more_versions(instance, *names):
     """Add versions, each newer than the previous one."""
     [version] = instance.store.versions.values()
     for number, name in enumerate(names):
         more = {**version, "pipeline_version_id": f"id-{number}", "display_name": name}
-        more["created_at"] = f"2026-05-05T00:00:{number:02}Z"
+        more["created_at"] = f"2026-05-05T00:{number // 60:02}:{number % 60:02}Z"
         instance.store.versions[f"id-{number}"] = more
 
 
 def taken(instance):
-    run = the_run(instance)
+    [run] = instance.store.runs.values()
     instance.store.runs.clear()
     return run["pipeline_version_reference"]["pipeline_version_id"]
 
 
+@pytest.mark.parametrize(
+    ("names", "wanted", "expected"),
+    [
+        (("a", "b", "c"), "", ("id-2", r"page_size=1&")),
+        # An id is one request.
+        (("a", "b"), "ID", ("", r"/versions/[^/?]+$")),
+        # A whole name comes before a beginning, and of several beginnings the newest is taken.
+        (("v1", *(f"v1{number}" for number in range(9))), "v1", ("id-0", "")),
+        (("v1", *(f"v1{number}" for number in range(9))), "v", ("id-9", "")),
+        # This name looks like an id.
+        (("01234567-0123-0123-0123-0123456789ab",), "01234567-0123-0123-0123-0123456789ab",
+         ("id-0", "")),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("uploaded")
-def test_of_the_newest_version_alone_the_spec_is_asked_for(instance, remote):
-    more_versions(instance, "a", "b", "c")
-    assert remote("submit").code == 0
-    assert taken(instance) == "id-2"
-    [request] = instance.asked("GET .*/versions")
-    assert "page_size=1&" in request
-
-
-@pytest.mark.usefixtures("uploaded")
-def test_a_version_by_its_id_is_one_request(instance, remote):
-    version = next(iter(instance.store.versions))
-    more_versions(instance, "a", "b")
-    assert remote("submit", "--version", version).code == 0
-    assert taken(instance) == version
-    [request] = instance.asked("GET .*/versions")
-    assert request.endswith(f"/versions/{version}")
-
-
-@pytest.mark.usefixtures("uploaded")
-def test_a_whole_name_comes_before_a_beginning(instance, remote):
-    more_versions(instance, "v1", *(f"v1{number}" for number in range(9)))
-    assert remote("submit", "--version", "v1").code == 0
-    assert taken(instance) == "id-0"
-    assert remote("submit", "--version", "v").code == 0
-    # Of the versions whose names begin with `v`, this is the newest.
-    assert taken(instance) == "id-9"
-
-
-@pytest.mark.usefixtures("uploaded")
-def test_a_name_that_looks_like_an_id(instance, remote):
-    name = "01234567-0123-0123-0123-0123456789ab"
-    more_versions(instance, name)
-    assert remote("submit", "--version", name).code == 0
-    assert taken(instance) == "id-0"
+def test_which_version_is_taken_and_asked_for(instance, remote, names, wanted, expected):
+    version, pattern = expected
+    [first] = instance.store.versions
+    more_versions(instance, *names)
+    words = ("--version", first if wanted == "ID" else wanted) if wanted else ()
+    assert remote("submit", *words).code == 0
+    assert taken(instance) == (version or first)
+    requests = instance.asked("GET .*/versions")
+    assert not pattern or [bool(re.search(pattern, each)) for each in requests] == [True]
 
 
 @pytest.mark.usefixtures("uploaded")
@@ -465,14 +423,9 @@ def test_a_pipeline_without_a_version(instance, remote):
         assert "has no version: upload one with `flotilla upload`" in answer.err
 
 
-def older(instance):
-    """Remove a parameter from the uploaded version."""
+def test_an_older_version_is_sent_nothing_that_it_does_not_know(instance, remote, uploaded):
     [version] = instance.store.versions.values()
     del version["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["gpus"]
-
-
-def test_an_older_version_is_sent_nothing_that_it_does_not_know(instance, remote, uploaded):
-    older(instance)
     answer = remote("submit")
     assert (answer.code, answer.err.count("\n")) == (2, 1)
     assert f"version {uploaded} of flotilla-training has no parameter gpus: upload" in answer.err
@@ -480,19 +433,9 @@ def test_an_older_version_is_sent_nothing_that_it_does_not_know(instance, remote
 
 
 NAMES = (
-    "a+b",
-    "100%",
-    "50%25 of it",
-    'say "hello"',
-    "it's mine",
-    "two words",
-    "größer als 早い",
-    "a&b=c#d?e/f",
-    "back\\slash",
-    "\\\\",
-    "under_score",
-    '"stringValue":1',
-)
+    "a+b", "100%", "50%25 of it", 'say "hello"', "it's mine", "two words", "größer als 早い",
+    "a&b=c#d?e/f", "back\\slash", "\\\\", "under_score", '"stringValue":1',
+)  # fmt: skip
 
 
 @pytest.mark.slow

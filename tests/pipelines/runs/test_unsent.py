@@ -75,22 +75,6 @@ def test_a_killed_run_gets_its_points_and_its_end(tmp_path, left, targets):
     assert targets == {}
 
 
-@pytest.mark.parametrize(
-    ("last", "word"),
-    [
-        (StepEnd(step="train_model", status="failed", error="no disk"), "FAILED"),
-        (StepEnd(step="train_model", status="interrupted", error="stopped"), "KILLED"),
-        (RunEnd(), "FINISHED"),
-    ],
-)
-def test_a_run_that_ended_while_the_tracker_was_away_has_its_own_end(
-    tmp_path, left, targets, last, word
-):
-    left("r-1", last)
-    send_unsent(tmp_path)
-    assert targets["r-1"].written.status == word
-
-
 def test_a_run_that_is_running_or_of_another_tracker_is_left(tmp_path, left, targets, monkeypatch):
     folder = left("r-1")
     with (folder / "lock").open("w") as lock:
@@ -133,21 +117,37 @@ def test_a_damaged_file_is_left(tmp_path, left, targets, content):
     assert targets == {}
 
 
-def test_a_damaged_configuration_does_not_hide_another_run(tmp_path, left, targets):
-    left("r-1")
+@pytest.mark.parametrize(
+    ("last", "word"),
+    [
+        (StepEnd(step="train_model", status="failed", error="no disk"), "FAILED"),
+        (StepEnd(step="train_model", status="interrupted", error="stopped"), "KILLED"),
+        (RunEnd(), "FINISHED"),
+    ],
+)
+def test_a_run_that_ended_while_the_tracker_was_away_has_its_own_end(
+    tmp_path, left, targets, last, word
+):
+    left("r-1", last)
+    # A damaged configuration does not hide another run.
     (left("r-2") / "config.json").write_text("{")
     send_unsent(tmp_path)
-    assert targets["r-1"].written.status == "KILLED"
+    assert targets["r-1"].written.status == word
 
 
-def test_a_run_meanwhile_sends_the_rest_and_the_champion(tmp_path, left, targets, monkeypatch):
+@pytest.mark.parametrize("is_tracked", [True, False])
+def test_a_run_meanwhile_sends_the_rest_and_the_champion(
+    tmp_path, left, targets, monkeypatch, is_tracked
+):
     left("r-1")
+    if not is_tracked:
+        monkeypatch.delenv(addresses.URI)
     announced = []
     monkeypatch.setattr(registration, "announce_again", lambda *which: announced.append(which))
     with sending_unsent(tmp_path, "file:///root", "digits"):
         pass
-    assert targets["r-1"].written.status == "KILLED"
-    assert announced == [("file:///root", "digits")]
+    assert [each.written.status for each in targets.values()] == ["KILLED"] * is_tracked
+    assert announced == [("file:///root", "digits")] * is_tracked
 
 
 @pytest.mark.usefixtures("targets")
@@ -158,11 +158,3 @@ def test_what_fails_never_fails_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(unsent, "send_unsent", fail)
     with sending_unsent(tmp_path, "", ""):
         pass
-
-
-def test_without_a_tracker_nothing_is_read(tmp_path, left, targets, monkeypatch):
-    left("r-1")
-    monkeypatch.delenv(addresses.URI)
-    with sending_unsent(tmp_path, "", ""):
-        pass
-    assert targets == {}

@@ -67,6 +67,10 @@ def machine(monkeypatch):
     return made
 
 
+def planned(workdir):
+    return local.begin(SweepOptions(config=Config(), settings=NINE), workdir, None)
+
+
 def swept(workdir, *, parallel=1, **named):
     options = SweepOptions(config=Config(), **{"settings": NINE, **named})
     begun = local.begin(options, workdir, None)
@@ -124,16 +128,14 @@ def test_halving_resumes_the_same_runs_with_more_steps(machine, tmp_path):
     assert machine.begun[-1] == ("run", 1, 900)
 
 
-def test_a_failed_trial_is_listed_and_ends_no_sweep(machine, tmp_path):
+@pytest.mark.slow
+def test_a_failed_trial_ends_no_sweep_and_where_all_fail_nothing_is_promoted(machine, tmp_path):
     machine.ends[1] = failed("training diverged")
     result = swept(tmp_path)
     assert result.sweep.best == 2
     assert result.sweep.trials[0].error == "training diverged"
     assert machine.begun[-1][:2] == ("run", 2)
-
-
-@pytest.mark.slow
-def test_where_all_fail_nothing_is_promoted(machine, tmp_path):
+    machine.begun.clear()
     machine.ends = {number: failed("no data") for number in range(1, 10)}
     result = swept(tmp_path)
     assert (result.status, result.exit_code) == ("failed", 1)
@@ -180,13 +182,15 @@ def test_a_sampled_trial_that_is_not_allowed_has_failed(machine, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_refused_model_is_said_and_not_promoted_again(machine, tmp_path):
-    machine.promotion = replace(machine.promotion, status="refused", exit_code=3, message="low")
+def test_an_interrupted_promotion_is_all_that_is_done_again_and_a_refusal_stands(machine, tmp_path):
+    machine.promotion = replace(machine.promotion, status="interrupted", exit_code=130)
     result = swept(tmp_path)
-    assert (result.status, result.exit_code, result.message) == ("refused", 3, "low")
-    again = resumed(result.sweep.sweep_id, tmp_path)
-    assert (again.status, again.exit_code) == ("refused", 3)
-    assert len(machine.begun) == 10
+    assert result.exit_code == 130
+    machine.promotion = replace(machine.promotion, status="refused", exit_code=3, message="low")
+    for _again in range(2):
+        found = resumed(result.sweep.sweep_id, tmp_path)
+        assert (found.status, found.exit_code, found.message) == ("refused", 3, "low")
+        assert machine.begun[10:] == [("run", 1, 1500)]
 
 
 def test_a_metric_that_is_not_measured_ends_the_sweep_at_its_first_trial(machine, tmp_path):
@@ -226,19 +230,8 @@ def test_a_sweep_that_was_killed_goes_on_with_what_was_training(machine, tmp_pat
     assert [number for _, number, _ in machine.begun] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 1]
 
 
-@pytest.mark.slow
-def test_a_promotion_that_was_interrupted_is_all_that_is_done_again(machine, tmp_path):
-    stopped = replace(machine.promotion, status="interrupted", exit_code=130)
-    blessed, machine.promotion = machine.promotion, stopped
-    result = swept(tmp_path)
-    assert result.exit_code == 130
-    machine.promotion = blessed
-    assert resumed(result.sweep.sweep_id, tmp_path).status == "blessed"
-    assert machine.begun[10:] == [("run", 1, 1500)]
-
-
 def test_what_a_killed_process_leaves_in_the_journal_is_repaired(machine, tmp_path):
-    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
+    begun = planned(tmp_path)
     begun.close()
     journal = begun.folder / study.FILE
     with journal.open("a") as file:
@@ -291,7 +284,7 @@ def changed(path, name, change):
     ],
 )
 def test_a_journal_with_odd_records_is_refused_in_one_line(tmp_path, name, change):
-    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
+    begun = planned(tmp_path)
     begun.end("failed", "", {})
     begun.close()
     changed(begun.folder / study.FILE, name, change)
@@ -300,7 +293,7 @@ def test_a_journal_with_odd_records_is_refused_in_one_line(tmp_path, name, chang
 
 
 def test_the_record_of_another_trial_is_not_used(tmp_path):
-    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
+    begun = planned(tmp_path)
     begun.close()
     changed(begun.folder / study.FILE, "trial", lambda trial: {**trial, "number": 10**6})
     again = local.begin(SweepOptions(), tmp_path, begun.folder.name)
@@ -308,19 +301,17 @@ def test_the_record_of_another_trial_is_not_used(tmp_path):
     again.close()
 
 
-def test_a_journal_that_cannot_be_written_is_said(tmp_path):
-    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
+def test_two_at_once_and_a_place_that_cannot_be_written_are_refused(tmp_path):
+    begun = planned(tmp_path)
+    with pytest.raises(ConfigError, match="is still running"):
+        local.begin(SweepOptions(), tmp_path, begun.sweep.sweep_id)
     shutil.rmtree(begun.folder)
     with pytest.raises(UserError, match="cannot write"):
         begun.end("failed", "", {})
     begun.close()
-
-
-def test_two_at_once_in_one_place_are_refused(tmp_path):
-    begun = local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path, None)
-    with pytest.raises(ConfigError, match="is still running"):
-        local.begin(SweepOptions(), tmp_path, begun.sweep.sweep_id)
-    begun.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another --workdir"):
+        planned(tmp_path / "file")
 
 
 @pytest.mark.slow
@@ -331,12 +322,6 @@ def test_a_sweep_that_is_not_there_is_named_with_one_that_is(machine, tmp_path):
         local.begin(SweepOptions(), tmp_path, f"{sweep_id[:-1]}x")
     with pytest.raises(ConfigError, match=r"no sweep '\.\./x'"):
         local.begin(SweepOptions(), tmp_path, "../x")
-
-
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="choose another --workdir"):
-        local.begin(SweepOptions(config=Config(), settings=NINE), tmp_path / "file", None)
 
 
 @pytest.mark.long
