@@ -67,13 +67,9 @@ def calling(
     command: str, workdir: Path, *arguments: str, cwd: Path
 ) -> Iterator[subprocess.Popen[str]]:
     """Start a command with `--json`; when the block ends, end the command and its children."""
-    process = subprocess.Popen(
-        [FLOTILLA, command, "--workdir", workdir, "--json", *arguments],
-        cwd=cwd,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = [FLOTILLA, command, "--workdir", workdir, "--json", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(words, cwd=cwd, stdout=pipe, stderr=pipe, text=True)
     try:
         yield process
     finally:

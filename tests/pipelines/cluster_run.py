@@ -67,12 +67,8 @@ class ClusterRun:
     def __post_init__(self) -> None:
         self.s3.create_bucket(self.bucket)
         self.dataset = self._copied(self.small.dataset, "datasets", "digits")
-        self.checkpoint = self._copied(
-            self.small.checkpoint,
-            self.run_id,
-            "checkpoints",
-            storage.name_of(self.small.checkpoint),
-        )
+        name = storage.name_of(self.small.checkpoint)
+        self.checkpoint = self._copied(self.small.checkpoint, self.run_id, "checkpoints", name)
 
     @property
     def root(self) -> str:
@@ -89,12 +85,9 @@ class ClusterRun:
 
     def step(self, name: str, /, **arguments: Any) -> StepRecord:
         """Run the body of a step as its pod does; return its record, even after a failure."""
+        at = f"s3://{self.bucket}/v2/flotilla-training/{self.run_id}/{name.replace('_', '-')}/1"
         made = {
-            each: OutputArtifact(
-                f"s3://{self.bucket}/v2/flotilla-training/{self.run_id}/"
-                f"{name.replace('_', '-')}/1/{each}",
-                self.folder / uuid4().hex,
-            )
+            each: OutputArtifact(f"{at}/{each}", self.folder / uuid4().hex)
             for each in OUTPUTS[name]
         }
         own = {"root": self.root, "run_id": self.run_id}
@@ -120,12 +113,8 @@ class ClusterRun:
         return next((each for each in read_records(at) if each.step == name), None)
 
     def evaluated(self, **sections: Mapping[str, Any]) -> StepRecord:
-        return self.step(
-            "evaluate_model",
-            config=self.config(**sections),
-            dataset=self.dataset,
-            checkpoint=self.checkpoint,
-        )
+        given = {"dataset": self.dataset, "checkpoint": self.checkpoint}
+        return self.step("evaluate_model", config=self.config(**sections), **given)
 
     def exported(self, decision: str, **more: Any) -> StepRecord:
         config = self.config(export={"formats": ["saved_model"]})
@@ -135,9 +124,8 @@ class ClusterRun:
     def trained(self, **sections: Mapping[str, Any]) -> StepRecord:
         """Train with a different run ID, which has no checkpoint."""
         pods = {"image": "our/image:1", "store_secret": ""}
-        return self.step(
-            "train_model", config=self.config(**sections), dataset=self.dataset, **pods
-        )
+        given = {"config": self.config(**sections), "dataset": self.dataset, **pods}
+        return self.step("train_model", **given)
 
     def prepared(self, text: str, **more: Any) -> StepRecord:
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
@@ -165,23 +153,6 @@ def _own(name: str) -> dict[str, str]:
     return {"name": f"{MODULE}:{name}", "args": {}}
 
 
-def _missing_column(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS, label="price")
-
-
-def _no_schema(run: ClusterRun) -> StepRecord:
-    schema = {"schema_file": f"s3://{run.bucket}/schema.yaml"}
-    return run.prepared(ROWS, settings={"data": schema})
-
-
-def _narrow_model(run: ClusterRun) -> StepRecord:
-    return run.trained(model=_own("too_narrow"), cluster={"launcher": "jobset"})
-
-
-def _broken_loss(run: ClusterRun) -> StepRecord:
-    return run.trained(task={"loss": f"{MODULE}:broken_loss"}, cluster={"launcher": "jobset"})
-
-
 def _damaged_shard(run: ClusterRun) -> StepRecord:
     run.damage(run.dataset, "test-00001-of-00003.tfrecord")
     return run.evaluated()
@@ -191,33 +162,27 @@ def _refused_model(run: ClusterRun) -> StepRecord:
     return run.evaluated(gate={"min": {"accuracy": 0.99999}, "max": {}})
 
 
-def _refused_export(run: ClusterRun) -> StepRecord:
-    return run.exported(_refused_model(run).uri)
-
-
-def _broken_map(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS, settings={"data": {"map": f"{MODULE}:broken_map"}})
-
-
-def _broken_model(run: ClusterRun) -> StepRecord:
-    return run.evaluated(model=_own("broken_model"))
-
-
-def _too_many_workers(run: ClusterRun) -> StepRecord:
-    return run.prepared(ROWS, workers=99, settings={"data": {"shards": 3}})
+def _prepared(**data: str) -> Plant:
+    return lambda run: run.prepared(ROWS, settings={"data": data})
 
 
 PLANTS: Mapping[str, Plant] = {
-    "data: no such column": _missing_column,
-    "data: no schema": _no_schema,
-    "model: too few outputs": _narrow_model,
-    "loss: raises": _broken_loss,
+    "data: no such column": lambda run: run.prepared(ROWS, label="price"),
+    "data: no schema": lambda run: _prepared(schema_file=f"s3://{run.bucket}/schema.yaml")(run),
+    "model: too few outputs": lambda run: run.trained(
+        model=_own("too_narrow"), cluster={"launcher": "jobset"}
+    ),
+    "loss: raises": lambda run: run.trained(
+        task={"loss": f"{MODULE}:broken_loss"}, cluster={"launcher": "jobset"}
+    ),
     "storage: a shard is damaged": _damaged_shard,
     "gate: refused": _refused_model,
-    "export: not blessed": _refused_export,
-    "own code: a map": _broken_map,
-    "own code: a model": _broken_model,
-    "configuration: too many workers": _too_many_workers,
+    "export: not blessed": lambda run: run.exported(_refused_model(run).uri),
+    "own code: a map": _prepared(map=f"{MODULE}:broken_map"),
+    "own code: a model": lambda run: run.evaluated(model=_own("broken_model")),
+    "configuration: too many workers": lambda run: run.prepared(
+        ROWS, workers=99, settings={"data": {"shards": 3}}
+    ),
 }
 
 

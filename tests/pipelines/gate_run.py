@@ -38,10 +38,9 @@ def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRec
     given = {each.name: each.default for each in FIELDS}
     given |= {"source": str(folder / "in" / "*.csv"), "label": "y", "storage_root": root}
     given |= {"settings": REFUSING, "kfp_run_id": run_id}
+    at = f"s3://b/v2/flotilla/{run_id}/prepare-data/1"
     made = {
-        name: OutputArtifact(
-            f"s3://b/v2/flotilla/{run_id}/prepare-data/1/{name}", folder / f"artifact-{name}"
-        )
+        name: OutputArtifact(f"{at}/{name}", folder / f"artifact-{name}")
         for name in ("configuration", "dataset", "validation", "page")
     }
     compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])

@@ -66,32 +66,26 @@ def test_twice_compiled_is_the_same_bytes_in_any_file(compiled, tmp_path):
     assert again.read_bytes() == compiled.encode()
 
 
-def test_the_sdk_loads_it(compiled):
+def test_the_sdk_loads_two_small_documents_without_a_path_of_this_machine(compiled):
     loaded = kfp_components.load_component_from_text(compiled)
     assert loaded.name == "flotilla-training"
     assert not [name for name, each in loaded.component_spec.inputs.items() if not each.optional]
-
-
-def test_it_is_small(compiled):
-    # The package has this size because every group of steps declares all of its inputs again.
-    assert len(compiled.encode()) < 60_000
-
-
-def test_it_is_the_pipeline_and_what_kubernetes_has_to_know_of_it(compiled):
     pipeline, platform = documents(compiled)
     assert "root" in pipeline
     assert set(platform) == {"platforms"}
+    # The package has this size because every group of steps declares all of its inputs again.
+    assert len(compiled.encode()) < 60_000
+    for path in (str(ROOT), str(Path.home()), "pip install"):
+        assert path not in compiled
+    assert not re.search(r"file:///|/tmp/|/usr/|/var/|site-packages", compiled)
 
 
-def test_it_holds_no_secret(tmp_path, monkeypatch):
+def test_it_holds_no_secret_and_no_value_of_a_variable(tmp_path, monkeypatch, executors):
     for name in SECRET_KEYS:
         monkeypatch.setenv(name, f"hush-hush-{name}")
     compile_all(tmp_path / "pipeline.yaml", "", tmp_path / "components")
     for path in tmp_path.rglob("*.yaml"):
         assert "hush-hush" not in path.read_text(encoding="utf-8")
-
-
-def test_no_variable_of_a_step_has_a_value(executors):
     assert not [name for name, each in executors.items() if "env" in each["container"]]
 
 
@@ -122,16 +116,6 @@ def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled
         }
         made = {"metadata": {"name": name}, "spec": spec}
         assert refusal(made, {ENFORCE: "restricted"}) == ""
-
-
-def test_it_holds_no_path_of_this_machine(compiled):
-    assert str(ROOT) not in compiled
-    assert str(Path.home()) not in compiled
-    assert not re.search(r"file:///|/tmp/|/usr/|/var/|site-packages", compiled)
-
-
-def test_it_installs_nothing(compiled):
-    assert "pip install" not in compiled
 
 
 def test_it_holds_no_source_of_the_trainer(executors):
@@ -170,20 +154,13 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 @pytest.mark.parametrize(
     "image",
     [
-        # YAML would not parse these values as strings.
-        "123",
-        "1e5",
-        "12:30",
-        "true",
-        "null",
-        "flotilla",
-        "flotilla_python:0.1.0",
-        "localhost:5000/flotilla",
-        "host.example/a/b-c/d:v1.2_3",
+        # YAML would not parse the first values as strings.
+        "123", "1e5", "12:30", "true", "null", "flotilla", "flotilla_python:0.1.0",
+        "localhost:5000/flotilla", "host.example/a/b-c/d:v1.2_3",
         f"host.example/flotilla@sha256:{'0123456789abcdef' * 4}",
         f"host.example:8080/flotilla:tag@sha256:{'0' * 64}",
     ],
-)
+)  # fmt: skip
 def test_a_good_image_name_is_taken(image):
     check_image(image)
 
@@ -213,30 +190,17 @@ def test_a_good_image_name_arrives_as_it_is(tmp_path, image):
 def test_an_odd_image_name_is_refused(tmp_path, image):
     with pytest.raises(ConfigError) as caught:
         compile_all(tmp_path / "pipeline.yaml", image, None)
-    assert str(caught.value) == (
-        f"--image {image!r} is not the name of an image; write it as host/name:tag"
-    )
+    said = f"--image {image!r} is not the name of an image; write it as host/name:tag"
+    assert str(caught.value) == said
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_in_the_place_of_the_file(tmp_path):
+def test_a_folder_or_a_file_in_the_place_of_the_other(tmp_path):
     with pytest.raises(UserError, match=r"^cannot write .*: Is a directory$"):
         compile_pipeline(tmp_path)
-
-
-def test_a_file_in_the_place_of_the_folder(tmp_path):
     (tmp_path / "build").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match=r"^cannot write .*build.pipeline\.yaml: "):
         compile_pipeline(tmp_path / "build" / "pipeline.yaml")
-
-
-def test_one_file_a_component(tmp_path):
-    compile_components(tmp_path)
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {f"{step.kfp_name}.yaml" for step in STEPS}
-    for path in tmp_path.iterdir():
-        loaded = kfp_components.load_component_from_file(str(path))
-        assert loaded.name == path.stem
 
 
 THEIRS = "their.registry/flotilla:2"
@@ -256,14 +220,9 @@ def run(name, folder, root, config):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.defpath}"
     environment = {"PATH": path, "TMPDIR": str(root), "PYTHONPATH": str(ROOT)}
     return subprocess.run(
-        [str(word) for word in command],
-        cwd=root,
-        env=environment,
-        check=False,
-        text=True,
-        capture_output=True,
-        timeout=600,
-    )
+        [str(word) for word in command], cwd=root, env=environment, check=False, text=True,
+        capture_output=True, timeout=600,
+    )  # fmt: skip
 
 
 def config_of(tmp_path, **sections):
@@ -271,12 +230,10 @@ def config_of(tmp_path, **sections):
     return parse_config({"storage": {"root": root}, **sections})
 
 
-def test_every_component_is_a_file(folder):
-    assert set(loaded(folder)) == {component.name for component in COMPONENTS}
-
-
 def test_a_file_says_all_that_its_component_does(folder):
+    assert set(loaded(folder)) == {step.kfp_name for step in STEPS}
     for component in COMPONENTS:
+        assert loaded(folder)[component.name].name == component.name
         again = loaded(folder)[component.name].component_spec
         assert set(again.inputs) == set(component.component_spec.inputs)
         assert again.outputs == component.component_spec.outputs
@@ -333,13 +290,9 @@ def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
 @pytest.mark.cluster
 @pytest.mark.timeout(1200)
 def test_all_of_them_run(folder, tmp_path):
-    config = config_of(
-        tmp_path,
-        data={"shards": 1},
-        training={"strategy": "single", "steps": 60, "checkpoint_every": 60},
-        gate={"min": {}},
-        export={"formats": ["saved_model"]},
-    )
+    training = {"strategy": "single", "steps": 60, "checkpoint_every": 60}
+    others = {"gate": {"min": {}}, "export": {"formats": ["saved_model"]}}
+    config = config_of(tmp_path, data={"shards": 1}, training=training, **others)
     ended = run("all", folder, tmp_path, config)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
     champion = registry.champion(config.storage.root, config.name)

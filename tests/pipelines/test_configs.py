@@ -36,13 +36,10 @@ def test_a_file_of_the_users_stays(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../digits", "/etc/passwd", "digitz", "..", "."])
-def test_a_name_that_is_none_is_refused(tmp_path, name):
+def test_a_name_or_a_folder_that_is_none_is_refused(tmp_path, name):
     with pytest.raises(ConfigError, match="no example"):
         copy_example(name, tmp_path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot write .*: No such file"):
         copy_example("digits", tmp_path / "absent")
 
@@ -73,13 +70,10 @@ def test_it_is_valid(path):
     assert load_config(path).name == path.stem
 
 
-def test_digits_shows_every_key():
+def test_digits_shows_every_key_and_the_defaults():
     known = list(keys(Config))
     tree = yaml.safe_load((FOLDER / "digits.yaml").read_text(encoding="utf-8"))
     assert list(written(tree, known)) == known
-
-
-def test_digits_shows_the_defaults():
     # Ignore settings that only this dataset needs.
     config = load_config(FOLDER / "digits.yaml", ["model.args={}", "gate.min={}"])
     assert config == Config()

@@ -15,13 +15,7 @@ from flotilla.pipelines.doctor import Finding, machine
 from flotilla.pipelines.runs import kfp_access
 from flotilla.trainer.runtime.masking import printable
 from tests.kfp_instance.fixtures import _compiled_before
-from tests.pipelines.test_damaged_records import (
-    DAMAGED,
-    MODEL,
-    WHOLE,
-    records_of,
-    template,
-)
+from tests.pipelines.test_damaged_records import DAMAGED, MODEL, WHOLE, records_of, template
 
 __all__ = ["template"]
 
@@ -39,23 +33,13 @@ PIECES = (
     "\n2026-01-01 00:00:00,000 INFO blessed",
 )  # fmt: skip
 OF_A_RUN = (
-    ("runs",),
-    ("status", DAMAGED),
-    ("compare", WHOLE, DAMAGED),
-    ("logs", DAMAGED),
-    ("logs", DAMAGED, "--verbose"),
-    ("models", "list"),
-    ("models", "show", MODEL),
-    ("models", "show", MODEL, "1"),
-    ("checkpoint", "show", DAMAGED),
-    ("gc", "--keep-runs", "30d", "--dry-run"),
-    ("gc",),
-    ("cancel", DAMAGED),
-    ("replay", DAMAGED, "finish"),
-    ("predict", MODEL, "t.csv"),
-    ("models", "promote", MODEL, "1"),
+    ("runs",), ("status", DAMAGED), ("compare", WHOLE, DAMAGED), ("logs", DAMAGED),
+    ("logs", DAMAGED, "--verbose"), ("models", "list"), ("models", "show", MODEL),
+    ("models", "show", MODEL, "1"), ("checkpoint", "show", DAMAGED),
+    ("gc", "--keep-runs", "30d", "--dry-run"), ("gc",), ("cancel", DAMAGED),
+    ("replay", DAMAGED, "finish"), ("predict", MODEL, "t.csv"), ("models", "promote", MODEL, "1"),
     ("models", "rollback", MODEL),
-)
+)  # fmt: skip
 CODES = (0, 1, 2, 3)
 
 
@@ -71,9 +55,8 @@ def spoiled(tree, chance, share=0.3):
             other = hostile(chance) if chance.random() < share / 20 else name
             found[other] = spoiled(value, chance, share)
         if chance.random() < share / 3:
-            found[hostile(chance)] = chance.choice(
-                [1.0, 7, hostile(chance), [hostile(chance)], None]
-            )
+            values = [1.0, 7, hostile(chance), [hostile(chance)], None]
+            found[hostile(chance)] = chance.choice(values)
         return found
     if isinstance(tree, list):
         return [spoiled(each, chance, share) for each in tree]
@@ -84,11 +67,8 @@ def spoiled(tree, chance, share=0.3):
 
 def spoil(path, chance):
     """Insert hostile texts into a record, line by line."""
-    lines = (
-        path.read_text(encoding="utf-8").splitlines()
-        if path.suffix == ".jsonl"
-        else [path.read_text()]
-    )
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     made = [json.dumps(spoiled(json.loads(line), chance)) for line in lines]
     path.write_text("".join(f"{line}\n" for line in made))
 
@@ -206,14 +186,9 @@ def test_every_command_is_given_hostile_names():
             assert any(found[0] == name and each in ("", found[1]) for found in tried), (name, each)
 
 
-def test_no_name_is_a_command_or_forges_a_line(template, commands):
-    wrong = names(template, commands, 1, 5, NAMED)
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.slow
-def test_no_name_of_many_is_a_command_or_forges_a_line(template, commands):
-    wrong = names(template, commands, 2, 500, NAMED)
+@pytest.mark.parametrize("count", [5, pytest.param(500, marks=pytest.mark.slow)])
+def test_no_name_is_a_command_or_forges_a_line(template, commands, count):
+    wrong = names(template, commands, count, count, NAMED)
     assert not wrong, "\n".join(wrong)
 
 
@@ -236,14 +211,11 @@ def attack(template, commands, folder, seed, records):
     return wrong
 
 
-def test_no_text_of_a_record_or_a_log_is_a_command_or_forges_a_line(template, commands, tmp_path):
-    wrong = [each for seed in range(2) for each in attack(template, commands, tmp_path, seed, 20)]
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.slow
-def test_no_text_of_many_records_is_a_command_or_forges_a_line(template, commands, tmp_path):
-    wrong = [
-        each for seed in range(2, 102) for each in attack(template, commands, tmp_path, seed, 20)
-    ]
+@pytest.mark.parametrize(
+    "seeds", [range(2), pytest.param(range(2, 102), marks=pytest.mark.slow)], ids=["few", "many"]
+)
+def test_no_text_of_a_record_or_a_log_is_a_command_or_forges_a_line(
+    template, commands, tmp_path, seeds
+):
+    wrong = [each for seed in seeds for each in attack(template, commands, tmp_path, seed, 20)]
     assert not wrong, "\n".join(wrong)

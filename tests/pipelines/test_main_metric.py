@@ -38,10 +38,8 @@ def measured(name, value, accuracy=0.9):
 
 def publish_run(folder, name, better, value):
     """Write the records of a trained and evaluated run; its second checkpoint is worse."""
-    said = {
-        "main_metric": name,
-        "directions": {"loss": "lower", "accuracy": "higher", name: better},
-    }
+    directions = {"loss": "lower", "accuracy": "higher", name: better}
+    said = {"main_metric": name, "directions": directions}
     source, metrics = folder / "made", measured(name, value)
     source.mkdir(parents=True)
     (folder / "config.json").write_text(Config().model_dump_json())

@@ -10,12 +10,8 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.tracking import addresses, hub
 from tests.trainer.tracking import test_hub as hub_server
 
-LINEAGE = {
-    "run_id": "digits-9",
-    "metrics": {"accuracy": 0.975},
-    "commit": "abc",
-    "fingerprint": "f00",
-}
+METRICS = {"accuracy": 0.975}
+LINEAGE = {"run_id": "digits-9", "metrics": METRICS, "commit": "abc", "fingerprint": "f00"}
 
 
 @pytest.fixture
@@ -49,21 +45,15 @@ def answer(out):
     return json.loads(out.splitlines()[-1])
 
 
-def test_list_names_the_champion(flotilla):
+def test_list_names_the_champion(flotilla, tmp_path):
     code, out, table = flotilla("list", "--json")
     assert code == 0
     rows = answer(out)["models"]
-    assert [(row["version"], row["champion"]) for row in rows] == [
-        (1, False), (2, True), (3, False),
+    assert [(row["version"], row["champion"], row["global_step"]) for row in rows] == [
+        (1, False, 100), (2, True, 200), (3, False, 300),
     ]  # fmt: skip
-    assert [row["global_step"] for row in rows] == [100, 200, 300]
-    [line] = [
-        line for line in table.splitlines() if " champion  " in line and "version" not in line
-    ]
-    assert "0.975" in line
-
-
-def test_list_of_an_empty_folder_says_so(flotilla, tmp_path):
+    lines = [line for line in table.splitlines() if " champion  " in line]
+    assert ["0.975" in line for line in lines if "version" not in line] == [True]
     code, out, _ = flotilla("list", "--root", storage.uri_of(tmp_path / "none"))
     assert (code, out.split(" below")[0]) == (0, "no model is registered")
 
@@ -78,10 +68,10 @@ def test_show_reports_the_lineage_and_every_promotion(flotilla, workdir):
     assert storage.verify(summary["artifacts"]["model"]).fields["version"] == 2
     assert "promotion 2: version 2 by run digits-9" in text
     assert storage.uri_of(workdir) in summary["artifacts"]["model"]
-
-
-def test_show_of_one_version(flotilla):
     assert answer(flotilla("show", "digits", "3", "--json")[1])["model"]["champion"] is False
+    code, out, err = flotilla("promote", "digits", "9")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "digits has no version 9 below" in err
 
 
 def test_promote_and_roll_back(flotilla, workdir):
@@ -123,12 +113,6 @@ def test_a_model_registry_that_is_away_is_one_warning_and_the_promotion_holds(
     assert "; the promotion is valid, and the next run" in line
 
 
-def test_a_version_that_is_not_there_is_one_line(flotilla):
-    code, out, err = flotilla("promote", "digits", "9")
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert "digits has no version 9 below" in err
-
-
 def test_a_champion_that_is_gone_leaves_the_other_versions(flotilla, workdir):
     root = storage.uri_of(workdir)
     storage.delete(registry.version(root, "digits", 2).uri)
@@ -152,9 +136,8 @@ def test_a_model_whose_champion_is_not_known_hides_no_other(flotilla, workdir, t
     code, out, err = flotilla("list", "--json")
     rows = answer(out)["models"]
     assert code == 1
-    assert [(row["name"], row["champion"]) for row in rows] == [
-        *[("digits", False)] * 3, ("other", True),
-    ]  # fmt: skip
+    found = [(row["name"], row["champion"]) for row in rows]
+    assert found == [*[("digits", False)] * 3, ("other", True)]
     assert err.count("flotilla: the newest promotion of digits cannot be read") == 1
     for words in (["list", "digits"], ["show", "digits"], ["rollback", "digits"]):
         code, out, err = flotilla(*words)

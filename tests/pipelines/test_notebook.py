@@ -7,17 +7,17 @@ from flotilla.trainer.events.run_state import RunState
 from tests.pipelines.step_events import done, judged
 
 
-def test_text_of_strangers_is_text():
+def test_a_table_is_escaped_and_cut():
     drawn = notebook.table("<b>", ("<i>",), [["<script>alert(1)</script>"], ["s3://me:secret@b"]])
     assert "<script>" not in drawn
     assert "<b>&lt;b&gt;</b>" in drawn
     assert "secret" not in drawn
-
-
-def test_a_long_table_is_cut():
     drawn = notebook.table("", ("n",), [[number] for number in range(250)])
     assert drawn.count("<td>") == 100
     assert "and 150 more rows" in drawn
+    found = Prediction(model="m", output="", rows=2, predictions=({"a": 1}, {"a": 2, "b": "x"}))
+    assert repr(found) == "Prediction(m, rows=2)"
+    assert "<th>a</th><th>b</th>" in found._repr_html_()
 
 
 def test_a_run_is_short_in_a_prompt_and_a_table_in_a_notebook():
@@ -33,9 +33,3 @@ def test_a_run_is_short_in_a_prompt_and_a_table_in_a_notebook():
     failed = RunResult(run_id="d", status="failed", exit_code=1, message="train: a < b", steps=())
     assert "<td>why</td><td>train: a &lt; b</td>" in failed._repr_html_()
     assert "report" not in failed._repr_html_()
-
-
-def test_predictions_are_a_table():
-    found = Prediction(model="m", output="", rows=2, predictions=({"a": 1}, {"a": 2, "b": "x"}))
-    assert repr(found) == "Prediction(m, rows=2)"
-    assert "<th>a</th><th>b</th>" in found._repr_html_()

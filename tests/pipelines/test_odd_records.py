@@ -26,41 +26,28 @@ from tests.trainer.promotion.test_registration import Run
 ODD = st.sampled_from(
     [None, "²3", "2026-13-01", "", [], {}, [[]], {"a": []}, True, -1, 1.5, 10**30, "\x1b[2J"]
 )  # fmt: skip
+PAIRED = {
+    "metric": "accuracy", "bound": 0.01, "better": "higher", "difference": 0.02,
+    "confidence": 0.95, "examples": 99, "variance": 0.1,
+}  # fmt: skip
 MEASURED = {
-    "metrics": {"accuracy": 0.9, "loss": 0.3},
-    "main_metric": "accuracy",
-    "better": "higher",
-    "global_step": 9,
-    "labels": ["a", "b"],
+    "metrics": {"accuracy": 0.9, "loss": 0.3}, "main_metric": "accuracy", "better": "higher",
+    "global_step": 9, "labels": ["a", "b"], "intervals": {"accuracy": [0.8, 0.95]},
     "slices": {"color": [{"value": "red", "examples": 9, "metrics": {"accuracy": 0.9}}]},
-    "intervals": {"accuracy": [0.8, 0.95]},
-    "threshold": {"value": 0.5},
-    "outputs": {"y": {"threshold": {"value": 0.25}}},
+    "threshold": {"value": 0.5}, "outputs": {"y": {"threshold": {"value": 0.25}}},
     "constant": {
-        "answer": "a",
-        "metrics": {"accuracy": 0.5},
-        "paired": {
-            "metric": "accuracy", "bound": 0.3, "better": "higher", "constant": 0.5,
-            "difference": 0.4, "confidence": 0.95, "examples": 99, "variance": 0.1,
-        },
+        "answer": "a", "metrics": {"accuracy": 0.5},
+        "paired": {**PAIRED, "bound": 0.3, "constant": 0.5, "difference": 0.4},
     },
     "champion": {
-        "uri": "file:///v/1",
-        "incomparable": "",
-        "metrics": {"accuracy": 0.88},
-        "paired": {
-            "metric": "accuracy", "bound": 0.01, "better": "higher", "difference": 0.02,
-            "confidence": 0.95, "examples": 99, "variance": 0.1,
-        },
+        "uri": "file:///v/1", "incomparable": "", "metrics": {"accuracy": 0.88}, "paired": PAIRED,
     },
 }  # fmt: skip
+RULE = {"metric": "accuracy", "bound": "min", "threshold": 0.5, "value": 0.9, "key": "k"}
 DECIDED = {
-    "decision": "blessed",
-    "reasons": ["a"],
-    "rules": [{"metric": "accuracy", "bound": "min", "threshold": 0.5, "value": 0.9, "key": "k"}],
+    "decision": "blessed", "reasons": ["a"], "rules": [RULE], "evaluation": "file:///nowhere",
     "measured": {"metric": "accuracy", "value": 0.9, "better": "higher"},
-    "evaluation": "file:///nowhere",
-}
+}  # fmt: skip
 REGISTERED = {
     "decision": "promoted", "headline": "h", "reasons": ["a"], "rules": [{}], "version": 1,
     "promotion": 1,

@@ -15,7 +15,7 @@ from flotilla.pipelines import predict
 from flotilla.pipelines.cli import app
 from flotilla.trainer import storage
 from flotilla.trainer.promotion import registry
-from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.runtime.errors import UserError
 from tests.pipelines.called import FLOTILLA, call
 from tests.trainer.prediction import made_model
 
@@ -58,36 +58,26 @@ def test_a_model_is_named_by_name_version_folder_or_uri(root, tmp_path):
     [
         ("digit", "no model 'digit' is registered .*did you mean 'digits'"),
         ("digits@3", "digits has no version 3"),
-        ("digits@x", "write NAME, NAME@3 or a URI"),
-        ("@3", "write NAME, NAME@3 or a URI"),
-        ("", "write NAME, NAME@3 or a URI"),
+        *((each, "write NAME, NAME@3 or a URI") for each in ("digits@x", "@3", "")),
         ("http://host/model", "is not a storage URI"),
         ("gs://bucket/a//b", "empty part"),
+        ("m", "add a version, such as m@1"),
     ],
 )
-def test_a_model_that_is_none_is_one_line(root, model, says):
+def test_a_model_that_is_none_is_one_line(root, tmp_path, model, says):
+    if model == "m":
+        registry.register(root, "m", published(tmp_path, 3), lineage={}, scratch=tmp_path)
     with pytest.raises(UserError, match=says):
         predict.model_uri(model, root)
-
-
-def test_a_model_without_a_champion_has_versions(tmp_path):
-    root = storage.uri_of(tmp_path / "runs")
-    registry.register(root, "m", published(tmp_path, 1), lineage={}, scratch=tmp_path)
-    with pytest.raises(ConfigError, match="add a version, such as m@1"):
-        predict.model_uri("m", root)
 
 
 @pytest.mark.parametrize(
     ("output", "said", "form"),
     [
-        ("-", "", "jsonl"),
-        ("-", "csv", "csv"),
-        ("a/b.csv", "", "csv"),
-        ("b.parquet", "", "parquet"),
-        ("b.jsonl", "", "jsonl"),
-        ("b.txt", "csv", "csv"),
+        ("-", "", "jsonl"), ("-", "csv", "csv"), ("a/b.csv", "", "csv"),
+        ("b.parquet", "", "parquet"), ("b.jsonl", "", "jsonl"), ("b.txt", "csv", "csv"),
     ],
-)
+)  # fmt: skip
 def test_the_ending_says_the_form(output, said, form):
     assert predict.choose_format(output, said) == form
 
@@ -173,9 +163,8 @@ def test_rows_are_written_and_summed_up(work):
     assert result.code == 0, result.err
     with (work / "out/few.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
-    assert [float(row["prediction"]) for row in found] == [
-        number + 1001.5 for number in range(len(found))
-    ]
+    expected = [number + 1001.5 for number in range(len(found))]
+    assert [float(row["prediction"]) for row in found] == expected
     answer = result.answer
     assert (answer["status"], answer["rows"], answer["skipped"]) == ("done", len(found), 0)
     assert answer["output"] == str(work / "out/few.csv")
@@ -207,13 +196,8 @@ def test_a_reader_that_has_enough_and_ctrl_c_end_it_and_leave_nothing(work):
 @pytest.mark.long
 def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path):
     output = tmp_path / "out.csv"
-    request = {
-        "model": storage.uri_of(work / "m"),
-        "inputs": [str(work / "in.csv")],
-        "output": str(output),
-        "form": "csv",
-        "batch_size": 10,
-    }
+    request = {"model": storage.uri_of(work / "m"), "inputs": [str(work / "in.csv")]}
+    request |= {"output": str(output), "form": "csv", "batch_size": 10}
     over = threading.Event()
 
     def kill_when_it_writes():

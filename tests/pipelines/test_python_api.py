@@ -46,16 +46,13 @@ def broken(here, monkeypatch):
     return here
 
 
-def test_every_public_name_is_what_it_says():
+def test_every_public_name_is_what_it_says_and_every_function_has_an_example():
     assert set(COMMANDS) <= set(flotilla.__all__) <= set(dir(flotilla))
     assert "os" not in dir(flotilla)
     for name in flotilla.__all__:
         assert getattr(flotilla, name).__name__.rpartition(".")[2] == name
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
         flotilla.runn  # noqa: B018
-
-
-def test_every_function_has_an_example():
     every = [getattr(flotilla, name) for name in flotilla.__all__]
     every += [getattr(flotilla.models, name) for name in flotilla.models.__all__]
     functions = [each for each in every if inspect.isfunction(each)]
@@ -113,19 +110,22 @@ def test_settings_are_laid_over_a_configuration(here):
     assert configuration(here / "configs" / "digits.yaml", []) == configuration(None, [])
 
 
-def test_a_run_works_in_a_thread(broken):
-    found, seen = [], []
-    thread = threading.Thread(
-        target=lambda: found.append(train(workdir=broken / "work", on_event=seen.append))
-    )
+def test_a_run_works_in_a_thread_and_is_resumed(broken):
+    found, seen, workdir = [], [], broken / "work"
+    given = {"workdir": workdir, "training": {"steps": 7}, "on_event": seen.append}
+    thread = threading.Thread(target=lambda: found.append(train(**given)))
     thread.start()
     thread.join()
     [result] = found
     assert (result.status, result.exit_code, result.steps) == ("failed", 1, ())
     assert "no KFP here" in (result.folder / "pipeline.log").read_text()
     assert seen == [RunBegin(run_id=result.run_id, number=1)]
-    assert status(result.run_id, workdir=broken / "work").status == "failed"
+    assert status(result.run_id, workdir=workdir).status == "failed"
     assert (result.metrics, result.artifacts, result.global_step) == ({}, {}, None)
+    assert run(workdir=workdir, resume=result.run_id).run_id == result.run_id
+    begun = list(events.read(result.folder / "events.jsonl"))
+    assert begun == [RunBegin(run_id=result.run_id, number=number) for number in (1, 2)]
+    assert configuration(result.folder / "config.json", []).training.steps == 7
 
 
 def test_a_run_works_in_a_running_event_loop(broken, capsys):
@@ -139,16 +139,6 @@ def test_a_run_works_in_a_running_event_loop(broken, capsys):
     assert repr(result) == f"RunResult({result.run_id} failed)"
     with pytest.raises(FrozenInstanceError):
         result.status = "done"
-
-
-def test_a_failed_run_is_resumed(broken):
-    first = run(workdir=broken / "work", training={"steps": 7})
-    again = run(workdir=broken / "work", resume=first.run_id)
-    assert again.run_id == first.run_id
-    begun = list(events.read(first.folder / "events.jsonl"))
-    assert begun == [RunBegin(run_id=first.run_id, number=number) for number in (1, 2)]
-    saved = configuration(first.folder / "config.json", [])
-    assert saved.training.steps == 7
 
 
 @pytest.mark.usefixtures("uploaded")

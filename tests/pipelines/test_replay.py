@@ -38,8 +38,7 @@ def step_of(arguments, step="train_model", root="s3://b/r", source="", **given):
 
 
 def arguments_of(recorded, *, debug=False):
-    arguments, remarks = replays.adapt_arguments(recorded, "file:///own", debug=debug)
-    return arguments, remarks
+    return replays.adapt_arguments(recorded, "file:///own", debug=debug)
 
 
 def trained(*, debug=False, **sections):
@@ -87,14 +86,9 @@ class TestArguments:
         settings = {"registry": {"hub": "http://hub:8080"}, "data": {"seed": 5}}
         given = {"storage_root": "s3://b/r", "settings": settings, "name": "digits"}
         found = step_of(given, "prepare_data")
-        assert arguments_of(found) == (
-            {
-                "storage_root": "file:///own",
-                "settings": {**settings, "registry": {"hub": ""}},
-                "name": "digits",
-            },
-            [],
-        )
+        expected = {**given, "storage_root": "file:///own"}
+        expected["settings"] = {**settings, "registry": {"hub": ""}}
+        assert arguments_of(found) == (expected, [])
         taken = replace(found.stages[0], metrics={"data_version": "0" * 32})
         arguments, _ = arguments_of(replace(found, stages=(taken,)))
         assert arguments["settings"]["data"] == {"seed": 5, "version": "0" * 32}
@@ -115,16 +109,13 @@ class TestArguments:
     def test_a_store_with_another_address_here_is_read_by_it(self, query):
         given = {"dataset": f"minio://bucket/v2/r/datasets/1{query}", "evaluation": "gs://other/e"}
         here = "minio://bucket/v2/r?endpoint=http://localhost:9000"
-        found = step_of(
-            {**given, "config": "{}"}, "check_gate", f"minio://bucket/v2/r{query}", here
-        )
+        root = f"minio://bucket/v2/r{query}"
+        found = step_of({**given, "config": "{}"}, "check_gate", root, here)
         arguments, _ = arguments_of(found)
         assert arguments["evaluation"] == "gs://other/e"
         if query:
-            assert (
-                arguments["dataset"]
-                == "minio://bucket/v2/r/datasets/1?endpoint=http://localhost:9000"
-            )
+            own = "minio://bucket/v2/r/datasets/1?endpoint=http://localhost:9000"
+            assert arguments["dataset"] == own
         environment = replays._environment(found, Path("/own"), debug=False)
         assert environment["AWS_ENDPOINT_URL"] == "http://localhost:9000"
 
@@ -169,9 +160,7 @@ def test_the_first_step_is_given_the_code_that_its_form_names(tmp_path, monkeypa
     for form in (to_form(config), to_local_form(config)):
         assert list(record_call("prepare_data", form).code) == ["replayed_code"]
     assert not record_call("finish", {"settings": {}, "root": ""}).code
-
-
-def test_modules_of_a_bundle_are_not_looked_for_here():
+    # Modules of a bundle are not looked for here.
     bundled = {"model": {"name": "no_such_module:model"}, "code": f"s3://bucket/r/code/{'a' * 64}"}
     assert digests(parse_config(bundled)) == {}
 
@@ -239,15 +228,13 @@ class TestDebugger:
         sys.settrace(tracing)
 
     def test_it_stops_at_the_line_of_the_user_that_failed(self, failed, terminal):
+        replays.post_mortem(ValueError("never raised"))
+        assert not terminal()
         replays.post_mortem(failed)
         said = terminal()
         assert "(Pdb) 7" in said
         assert "return json.loads(text)" in said
         assert "decoder.py" not in said
-
-    def test_an_error_without_a_trace_opens_nothing(self, terminal):
-        replays.post_mortem(ValueError("never raised"))
-        assert not terminal()
 
     @pytest.mark.parametrize(
         ("error", "code", "opened"),
@@ -369,9 +356,8 @@ def test_a_run_with_a_bundle_is_debugged_with_its_modules_and_not_those_of_the_f
     (tmp_path / "mine" / "rows.py").write_text(BROKEN)
     lines = ["x,label", *(f"{number},{'ab'[number % 2]}" for number in range(60))]
     (tmp_path / "rows.csv").write_text("\n".join(lines))
-    source = setting(
-        data__source=tmp_path / "rows.csv", data__map="rows:example", data__label="label"
-    )
+    data = {"data__map": "rows:example", "data__label": "label"}
+    source = setting(data__source=tmp_path / "rows.csv", **data)
     failed = call("prepare", tmp_path / "runs", *source, "--code", "mine", cwd=tmp_path)
     assert "(rows.py:4)" in failed.answer["message"]
     # One copy is in the command's folder, and one in the bundle's source folder.
@@ -379,13 +365,9 @@ def test_a_run_with_a_bundle_is_debugged_with_its_modules_and_not_those_of_the_f
         (folder / "rows.py").write_text(FIXED)
     words = [FLOTILLA, "replay", failed.answer["run_id"], "prepare_data", "--pdb", "--json"]
     ended = subprocess.run(
-        words,
-        cwd=tmp_path,
-        input="p width + 40\nw\nq\n",
-        capture_output=True,
-        text=True,
+        words, cwd=tmp_path, input="p width + 40\nw\nq\n", capture_output=True, text=True,
         check=False,
-    )
+    )  # fmt: skip
     assert ended.returncode == 2, ended.stderr
     answer = json.loads(ended.stdout.splitlines()[-1])
     assert answer["status"] == "failed"

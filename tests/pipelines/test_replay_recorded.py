@@ -46,12 +46,10 @@ def refused(find, *step, **more):
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("prepare_data", ""),
-        ("prepare-data", ""),
-        ("validate_data", "validate_data"),
+        ("prepare_data", ""), ("prepare-data", ""), ("validate_data", "validate_data"),
         ("resolve-config", "resolve_config"),
     ],
-)
+)  # fmt: skip
 def test_a_step_below_a_storage_root_by_its_name_or_that_of_a_stage(run, root, find, name, stage):
     found = find(name, settings=[f"storage.root={root}"])
     assert (found.run_id, found.root, found.source) == (RUN, root, root)
@@ -65,21 +63,18 @@ def test_a_step_below_a_storage_root_by_its_name_or_that_of_a_stage(run, root, f
 @pytest.mark.usefixtures("run")
 def test_what_is_no_step_of_the_run(root, find):
     settings = [f"storage.root={root}"]
-    assert "no step 'evaluate_mode'; did you mean 'evaluate_model'?" in refused(
-        find, "evaluate_mode", settings=settings
-    )
-    assert "no step 'finish'" in refused(find, "finish", settings=settings)
-    assert refused(find, "export_model", settings=settings) == (
-        f"the run {RUN} did not start export_model; the steps that it started: resolve_config "
-        "(done), prepare_data (done), validate_data (done)"
-    )
-    assert refused(find, run=f"{RUN}1", settings=settings) == (
-        f"no run '{RUN}1' below {root}; did you mean '{RUN}'?"
-    )
+    for step, said in (
+        ("evaluate_mode", "no step 'evaluate_mode'; did you mean 'evaluate_model'?"),
+        ("finish", "no step 'finish'"),
+        ("export_model", f"the run {RUN} did not start export_model; the steps that it started: "
+         "resolve_config (done), prepare_data (done), validate_data (done)"),
+    ):  # fmt: skip
+        assert said in refused(find, step, settings=settings)
+    said = f"no run '{RUN}1' below {root}; did you mean '{RUN}'?"
+    assert refused(find, run=f"{RUN}1", settings=settings) == said
     assert "no run 'other' below" in refused(find, run="other")
-    assert refused(find, settings=["name=digits"]) == (
-        "--set: a replay accepts only storage.root=URI"
-    )
+    said = "--set: a replay accepts only storage.root=URI"
+    assert refused(find, settings=["name=digits"]) == said
 
 
 @pytest.mark.usefixtures("run")

@@ -5,12 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flotilla.pipelines.settings import (
-    Sections,
-    format_search,
-    make_assignments,
-    value_text,
-)
+from flotilla.pipelines.settings import Sections, format_search, make_assignments, value_text
 from flotilla.trainer.config.load import load_config, parse_value
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
@@ -38,10 +33,8 @@ def test_sections_are_merged_and_come_last():
     assert config.training.steps == 9
     assert config.training.optimizer == Config().training.optimizer
     # As in a file, a mapping that is not a section is one value.
-    args = load_config(
-        None, make_assignments({"model": {"args": {"hidden_units": [5]}}})
-    ).model.args
-    assert args == {"hidden_units": [5]}
+    config = load_config(None, make_assignments({"model": {"args": {"hidden_units": [5]}}}))
+    assert config.model.args == {"hidden_units": [5]}
 
 
 @pytest.mark.parametrize(

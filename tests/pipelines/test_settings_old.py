@@ -26,14 +26,12 @@ def flat(config):
             value = getattr(value, part)
         is_text = isinstance(field.default, str) and isinstance(value, str)
         plain = is_text or field.annotation in (int, float, bool)
-        found[name] = (
-            value
-            if plain
-            else json.dumps(
-                value, default=lambda each: each.model_dump(mode="json", exclude_defaults=True)
-            )
-        )
+        found[name] = value if plain else json.dumps(value, default=_tree_of)
     return found
+
+
+def _tree_of(model):
+    return model.model_dump(mode="json", exclude_defaults=True)
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*.yaml")), ids=lambda path: path.stem)
@@ -49,18 +47,14 @@ def test_each_configuration_comes_back(path, monkeypatch):
 
 def test_a_word_or_a_mapping_and_yaml_of_a_person():
     given = {
-        "training_steps": 5.0,
+        "training_steps": 5.0, "gate_min": '{"accuracy": 0.5}',
         "training_warm_start": '{"from": "champion", "exclude": ["out/*"]}',
         "model_args": "{hidden_units: [10, 20]}",
-        "gate_min": '{"accuracy": 0.5}',
-    }
+    }  # fmt: skip
     config = convert_parameters(given)
     assert config.training.warm_start == {"from": "champion", "exclude": ["out/*"]}
     assert config.model.args == {"hidden_units": [10, 20]}
     assert convert_parameters({"training_warm_start": "champion"}).training.warm_start == "champion"
-
-
-def test_what_is_no_key_any_more_is_named():
     with pytest.raises(ConfigError, match=r"^training\.cached_rows: removed"):
         convert_parameters({"training_cached_rows": 5})
 

@@ -72,9 +72,13 @@ def test_the_run_parameters_are_the_form_and_the_image(spec):
     assert "literals" not in json.dumps(spec["components"])
 
 
-def test_the_image_is_before_where_a_run_publishes():
+def test_the_signature_and_the_description(spec):
+    # The image is just before where a run publishes. KFP calls the pipeline by position.
     names = list(SIGNATURE.parameters)
     assert names == [*(each.name for each in FIELDS[:-2]), "image", "storage_root", "settings"]
+    kinds = {parameter.kind.name for parameter in SIGNATURE.parameters.values()}
+    assert kinds == {"POSITIONAL_OR_KEYWORD"}
+    assert spec["pipelineInfo"]["description"].startswith("Train a model, and promote it")
 
 
 def test_a_configuration_is_the_defaults_of_the_form():
@@ -86,10 +90,6 @@ def test_a_configuration_is_the_defaults_of_the_form():
     assert declared["model"].default_value.string_value == "settings"
     assert values["settings"] == {"model": {"name": "own.nets:wide"}, "data": {"shards": 4}}
     assert "own.nets:wide" in str(declared["settings"].default_value)
-
-
-def test_the_pipeline_says_what_it_does(spec):
-    assert spec["pipelineInfo"]["description"].startswith("Train a model, and promote it")
 
 
 def test_every_field_reaches_the_first_step(main_tasks):
@@ -115,10 +115,12 @@ def test_the_exit_step_runs_after_everything(spec):
 FROM_FIRST = "pipelinechannel--prepare-data-"
 
 
-def test_each_step_gets_what_the_one_before_has_published(ready):
-    dataset = {"componentInputParameter": f"{FROM_FIRST}dataset_uri"}
-    for name in ("train-model", "evaluate-model"):
-        assert inputs_of(ready[name])["dataset"] == dataset
+@pytest.mark.parametrize("step", ["train-model", "evaluate-model"])
+def test_each_step_gets_the_run_and_what_the_one_before_has_published(ready, step):
+    sources = {name: name for name in ("config", "root", "run_id")} | {"dataset": "dataset_uri"}
+    for name, output in sources.items():
+        given = {"componentInputParameter": f"{FROM_FIRST}{output}"}
+        assert inputs_of(ready[step])[name] == given
     assert source_of(ready["evaluate-model"], "checkpoint") == ("train-model", "Output")
 
 
@@ -169,22 +171,18 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
     }
     assert found == {
         "prepare-data": {
-            "configuration": "Artifact",
-            "dataset": "Dataset",
-            "validation": "Artifact",
+            "configuration": "Artifact", "dataset": "Dataset", "validation": "Artifact",
             "page": "HTML",
         },
         # The second name is required by KFP's UI, which otherwise does not offer TensorBoard.
         "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
         "evaluate-model": {
-            "evaluation_metrics": "Metrics",
-            "confusion_matrix": "ClassificationMetrics",
-            "roc_curve": "ClassificationMetrics",
-            "decision": "Artifact",
+            "evaluation_metrics": "Metrics", "confusion_matrix": "ClassificationMetrics",
+            "roc_curve": "ClassificationMetrics", "decision": "Artifact",
         },
         "export-model": {"model": "Model", "registration": "Model"},
         "finish": {"report": "HTML", "summary": "Markdown"},
-    }
+    }  # fmt: skip
 
 
 def test_a_step_needs_no_artifact(spec):
@@ -193,13 +191,6 @@ def test_a_step_needs_no_artifact(spec):
         if "executorLabel" in component:
             taken = component["inputDefinitions"].get("artifacts", {})
             assert all(each["isOptional"] for each in taken.values())
-
-
-@pytest.mark.parametrize("step", ["train-model", "evaluate-model"])
-def test_each_step_gets_the_run(ready, step):
-    for name in ("config", "root", "run_id"):
-        given = {"componentInputParameter": f"{FROM_FIRST}{name}"}
-        assert inputs_of(ready[step])[name] == given
 
 
 def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, ready):
@@ -227,41 +218,22 @@ def test_only_a_blessed_model_is_exported(spec, ready):
     assert decision.endswith("evaluate-model-decision_uri")
 
 
-def test_no_step_comes_from_the_cache_of_kfp(spec):
+def test_every_row_of_the_table_is_wired_once_and_never_comes_from_the_cache_of_kfp(spec):
     tasks = all_tasks(spec)
-    assert not [
-        step.name for step in STEPS if tasks[step.kfp_name]["cachingOptions"].get("enableCache")
-    ]
-
-
-def test_every_row_of_the_table_is_wired_once(spec):
-    wired = [
-        task["componentRef"]["name"].removeprefix("comp-") for task in all_tasks(spec).values()
-    ]
-    groups = ("exit-handler", "condition")
-    steps = [name for name in wired if not name.startswith(groups)]
+    wired = [task["componentRef"]["name"].removeprefix("comp-") for task in tasks.values()]
+    steps = [name for name in wired if not name.startswith(("exit-handler", "condition"))]
     assert sorted(steps) == sorted(step.kfp_name for step in STEPS)
+    assert not [name for name in steps if tasks[name]["cachingOptions"].get("enableCache")]
 
 
-def test_kfp_calls_the_pipeline_by_position():
-    kinds = {parameter.kind for parameter in SIGNATURE.parameters.values()}
-    assert kinds == {next(iter(SIGNATURE.parameters.values())).POSITIONAL_OR_KEYWORD}
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
+def test_the_short_pipelines():
+    for name, steps in (
         ("prepare", ["prepare-data"]),
         ("train", ["condition-1", "prepare-data"]),
         ("train_on", ["prepare-data", "train-model"]),
-    ],
-)
-def test_the_short_pipelines(name, steps):
-    tasks = PIPELINES[name].pipeline_spec.root.dag.tasks
-    assert sorted(tasks) == steps
-
-
-def test_training_on_a_dataset_takes_its_uri():
+    ):
+        assert sorted(PIPELINES[name].pipeline_spec.root.dag.tasks) == steps
+    # Training on a dataset takes its URI.
     spec = PIPELINES["train_on"].pipeline_spec
     given = spec.root.dag.tasks["prepare-data"].inputs.parameters["published"]
     assert given.component_input_parameter == "dataset"
