@@ -25,6 +25,7 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import RunEnd
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
+from tests.pipelines.conftest import register_models
 from tests.pipelines.step_events import done, promoted, write
 
 WHOLE, DAMAGED = "digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"
@@ -144,17 +145,8 @@ def lay_out(runs, run):
 
 
 def register(runs, tmp):
-    root = storage.uri_of(runs)
-    made = tmp / "model"
-    (made / "serving" / MODEL / "7").mkdir(parents=True)
     for name in (MODEL, "other"):
-        for number in (1, 2):
-            (made / "serving" / MODEL / "7" / "saved_model.pb").write_text(f"{name}{number}")
-            uri = storage.uri_of(tmp / f"made-{name}-{number}")
-            fields = {"saved_model": f"serving/{MODEL}/7", "global_step": number}
-            storage.publish(made, uri, kind="model", fields=fields)
-            registry.register(root, name, uri, lineage=LINEAGE, scratch=tmp)
-            registry.promote(root, name, number, after=number - 1, by=f"run {WHOLE}")
+        register_models(storage.uri_of(runs), tmp / name, 2, champions=2, name=name, **LINEAGE)
 
 
 @pytest.fixture(scope="module")

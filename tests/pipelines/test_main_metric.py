@@ -23,6 +23,7 @@ from flotilla.trainer.promotion import registry
 from flotilla.trainer.report import views
 from flotilla.trainer.report.wording import spell_metric
 from flotilla.trainer.tracking.tracker import Reader
+from tests.pipelines.conftest import publish_model
 from tests.pipelines.step_events import done, write
 
 RUN, OTHER = "churn-20260101-000000-aaaa", "churn-20260102-000000-bbbb"
@@ -94,13 +95,8 @@ def in_closing_table(made):
 
 
 def in_registry(made, *words):
-    source = made.folder / "source"
-    (source / "serving" / "m" / "1").mkdir(parents=True)
-    (source / "serving" / "m" / "1" / "saved_model.pb").write_text("x")
     said = {key: made.evaluation[key] for key in ("main_metric", "directions")}
-    fields = {"saved_model": "serving/m/1", "global_step": 20, **said}
-    uri = storage.uri_of(made.folder / "model")
-    storage.publish(source, uri, kind="model", fields=fields)
+    uri = publish_model(made.folder, 1, global_step=20, **said)
     lineage = {"run_id": RUN, "metrics": made.metrics}
     registry.register(made.root, "churn", uri, lineage=lineage, scratch=made.folder)
     return made.answer("models", *words)

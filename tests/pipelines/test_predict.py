@@ -17,29 +17,18 @@ from flotilla.trainer import storage
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import UserError
 from tests.pipelines.called import FLOTILLA, call
+from tests.pipelines.conftest import publish_model, register_models
 from tests.trainer.prediction import made_model
 
 # Tolerance of the exported model, as in `flotilla.trainer.export.formats`.
 TOLERANCE = 1e-5
 
 
-def published(tmp_path, number):
-    source = tmp_path / f"source-{number}"
-    (source / "serving/digits/7").mkdir(parents=True)
-    (source / "serving/digits/7/saved_model.pb").write_text(str(number))
-    uri = storage.uri_of(tmp_path / f"model-{number}")
-    storage.publish(source, uri, kind="model", fields={"saved_model": "serving/digits/7"})
-    return uri
-
-
 @pytest.fixture
 def root(tmp_path):
     """Create a storage root with two versions of `digits`; version 1 is the champion."""
     root = storage.uri_of(tmp_path / "runs")
-    for number in (1, 2):
-        uri = published(tmp_path, number)
-        registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
-    registry.promote(root, "digits", 1, after=0, by="me")
+    register_models(root, tmp_path, 2, champions=1)
     return root
 
 
@@ -66,7 +55,7 @@ def test_a_model_is_named_by_name_version_folder_or_uri(root, tmp_path):
 )
 def test_a_model_that_is_none_is_one_line(root, tmp_path, model, says):
     if model == "m":
-        registry.register(root, "m", published(tmp_path, 3), lineage={}, scratch=tmp_path)
+        registry.register(root, "m", publish_model(tmp_path, 3), lineage={}, scratch=tmp_path)
     with pytest.raises(UserError, match=says):
         predict.model_uri(model, root)
 

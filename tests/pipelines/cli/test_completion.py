@@ -20,6 +20,7 @@ from flotilla.trainer.config.load import load_config
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.promotion import registry
 from flotilla.trainer.runtime.errors import ConfigError
+from tests.pipelines.conftest import register_models
 
 RUNS = ["digits-20260101-000000-aaaa", "wine-20260102-000000-bbbb"]
 
@@ -35,14 +36,7 @@ def here(tmp_path, monkeypatch):
         os.utime(config, (1000 - age, 1000 - age))
     Path("runs", "sweep-1").mkdir()
     Path("runs", "sweep-1", "sweep.journal").write_text("")
-    root = storage.uri_of(tmp_path / "runs")
-    for number in (1, 2):
-        source, uri = tmp_path / f"source-{number}", storage.uri_of(tmp_path / f"model-{number}")
-        (source / "serving").mkdir(parents=True)
-        (source / "serving" / "saved_model.pb").write_text(str(number))
-        storage.publish(source, uri, kind="model", fields={"saved_model": "serving"})
-        registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
-    registry.promote(root, "digits", 1, after=0, by="run a")
+    register_models(storage.uri_of(tmp_path / "runs"), tmp_path, 2, champions=1)
     return tmp_path
 
 
@@ -56,19 +50,16 @@ def values(found):
 
 def test_runs_sweeps_models_and_versions_are_offered(here):
     assert values(completion.complete_runs(context())) == RUNS[::-1]
-    assert values(completion.complete_runs(context(workdir=here / "runs", runs=[RUNS[0]]))) == [
-        RUNS[1]
-    ]
+    one = context(workdir=here / "runs", runs=[RUNS[0]])
+    assert values(completion.complete_runs(one)) == [RUNS[1]]
     assert completion.complete_runs(context(workdir=here / "absent")) == []
     assert values(completion.complete_sweeps(context())) == ["sweep-1"]
     assert values(completion.complete_models(context())) == ["digits"]
     expected = [("2", ""), ("1", "the champion")]
     assert completion.complete_versions(context(name="digits")) == expected
     assert values(completion.complete_model_versions(context(), "di")) == ["digits"]
-    assert values(completion.complete_model_versions(context(), "digits@")) == [
-        "digits@2",
-        "digits@1",
-    ]
+    named = completion.complete_model_versions(context(), "digits@")
+    assert values(named) == ["digits@2", "digits@1"]
     assert completion.complete_versions(context(name="absent")) == []
 
 
@@ -98,17 +89,13 @@ def test_steps_stages_and_examples_are_offered():
 
 
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("root", ["s3://bucket/a", "gs://bucket", "nonsense://", "\0"])
-def test_nothing_is_asked_over_the_network(root):
-    assert completion.complete_models(context(root=root)) == []
-    assert completion.complete_versions(context(root=root, name="digits")) == []
-
-
-@pytest.mark.usefixtures("here")
-def test_what_cannot_be_read_is_left_out(monkeypatch):
+def test_nothing_is_asked_over_the_network_and_what_cannot_be_read_is_left_out(monkeypatch):
     def fail(*_given):
         raise OSError("unplugged")
 
+    for root in ("s3://bucket/a", "gs://bucket", "nonsense://", "\0"):
+        assert completion.complete_models(context(root=root)) == []
+        assert completion.complete_versions(context(root=root, name="digits")) == []
     monkeypatch.setattr(registry, "names", fail)
     monkeypatch.setattr(os, "listdir", fail)
     assert completion.complete_models(context()) == []
@@ -181,7 +168,7 @@ def test_the_names_are_those_that_the_configuration_knows(key):
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 PATH = f"{FLOTILLA.parent}:{os.environ['PATH']}"
-RUN = "digits-20260101-000000-aaaa"
+RUN = RUNS[0]
 SECONDS = 60
 
 

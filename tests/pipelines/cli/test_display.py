@@ -10,17 +10,8 @@ import pytest
 from rich.console import Console, Group
 from rich.text import Text
 
-from flotilla.pipelines.cli.display import (
-    Table,
-    Terminal,
-    closing_table,
-    escape_controls,
-    mark,
-    runs_table,
-    show_result,
-    show_verdict,
-    verdict_lines,
-)
+from flotilla.pipelines.cli import display
+from flotilla.pipelines.cli.display import Table, Terminal, show_result, show_verdict
 from flotilla.pipelines.cli.live import _one_line, work_line
 from flotilla.pipelines.runs.outcome import RunResult, judge_outcome
 from flotilla.trainer import storage
@@ -93,11 +84,22 @@ def test_wide_signs_take_two_places_and_no_rows_none():
     assert drawn(80, []) == drawn(None, []) == []
 
 
-def table_of(events):
+def printed(show, *arguments, **settings):
+    """Return what a function shows on a terminal whose output is kept."""
     console = Terminal()
     console.file = io.StringIO()
-    show_result(console, judge_outcome(reduce_events(events), 0, interrupted=False))
+    for name, value in settings.items():
+        setattr(console, name, value)
+    show(console, *arguments)
     return console.file.getvalue()
+
+
+def ended_with(*events):
+    return judge_outcome(reduce_events(events), 0, interrupted=False)
+
+
+def table_of(events):
+    return printed(show_result, ended_with(*events))
 
 
 def test_the_table_has_a_row_for_every_stage_of_a_step():
@@ -109,7 +111,7 @@ def test_the_table_has_a_row_for_every_stage_of_a_step():
         ["train_model", "train_model", "failed", "1.5", "s", "-"],
     ]
     events = [*done("resolve_config"), *done("prepare_data"), *done("train_model"), *done("odd")]
-    table = closing_table(judge_outcome(reduce_events(events), 0, interrupted=False))
+    table = display.closing_table(ended_with(*events))
     assert [line.plain.split()[:2] for line in table.lines(80)[1:]] == [
         ["prepare_data", "resolve_config"], ["prepare_data", "done"],
         ["train_model", "train_model"], ["odd", "odd"],
@@ -129,14 +131,14 @@ def test_the_table_shows_four_metrics_or_the_progress_and_no_lists():
     assert text.splitlines()[1].endswith("progress=reading: 32 %  17 s left")
 
 
-def test_the_report_is_the_last_line_of_all_and_no_other():
+def test_the_report_is_the_last_line_of_all_and_no_other_and_no_uri_is_cut():
     result = ended_with(*judged("refused"), *done("finish", uri="gs://b/r/report.html"))
     assert result.artifacts["report"]
     assert "report.html" not in table_of(done("finish", uri="gs://b/r/report.html"))
-    console = Terminal()
-    console.file = io.StringIO()
-    show_verdict(console, result)
-    assert console.file.getvalue().splitlines()[-1] == "gs://b/r/report.html"
+    assert printed(show_verdict, result).splitlines()[-1] == "gs://b/r/report.html"
+    uri = "gs://bucket/" + "a-long-folder/" * 12 + "report.html"
+    lines = table_of([*judged("blessed"), *done("export_model", uri=uri)]).splitlines()
+    assert lines[-2:] == ["", f"export_model  {uri}"]
 
 
 def where(uri):
@@ -157,23 +159,12 @@ def test_a_path_is_relative_only_below_the_current_folder(tmp_path, monkeypatch)
     assert where("") == ""
 
 
-def test_a_uri_is_never_cut_and_is_on_one_line():
-    uri = "gs://bucket/" + "a-long-folder/" * 12 + "report.html"
-    lines = table_of([*judged("blessed"), *done("export_model", uri=uri)]).splitlines()
-    assert lines[-1] == f"export_model  {uri}"
-    assert lines[-2] == ""
-
-
 def coloured(result):
     console = Console(
-        file=io.StringIO(),
-        width=200,
-        highlight=False,
-        color_system="standard",
-        force_terminal=True,
-        no_color=False,
-    )
-    for line in verdict_lines(result):
+        file=io.StringIO(), width=200, highlight=False, color_system="standard",
+        force_terminal=True, no_color=False,
+    )  # fmt: skip
+    for line in display.verdict_lines(result):
         console.print(line)
     return console.file.getvalue().splitlines()
 
@@ -187,10 +178,6 @@ def of_model(word, notes=()):
         *done("evaluate_model", metrics={"loss": 0.1, "accuracy": 0.97777}),
         *done("check_gate", metrics=judged),
     ]
-
-
-def ended_with(*events):
-    return judge_outcome(reduce_events(events), 0, interrupted=False)
 
 
 def test_a_verdict_is_green_amber_or_red_with_its_reasons():
@@ -221,36 +208,36 @@ def test_a_run_without_a_verdict_says_where_it_ended():
 @pytest.mark.parametrize("value", [float("nan"), None, "x", True, 1e-12, 1e12])
 def test_records_of_an_earlier_version_say_what_they_can(value):
     events = done("evaluate_model", metrics={"accuracy": value})
-    [line] = verdict_lines(ended_with(*events, *done("finish")))
+    [line] = display.verdict_lines(ended_with(*events, *done("finish")))
     said = {1e-12: "1.000e-12", 1e12: "1.000e+12"}.get(value, "undefined")
     assert f"run: accuracy {said}; done" in line
 
 
 def runs_of(*runs, width=80):
-    return [line.plain.split() for line in runs_table(runs).lines(width)]
+    return [line.plain.split() for line in display.runs_table(runs).lines(width)]
 
 
-def run_of(events, run_id):
-    return replace(judge_outcome(reduce_events(events), 0, interrupted=False), run_id=run_id)
+def run_of(events, run_id="digits-20261123-214000-0dea"):
+    return replace(ended_with(*events), run_id=run_id)
+
+
+def evaluated(**metrics):
+    """Return the result of a run that took 90 seconds."""
+    events = done("evaluate_model", time=1_795_470_091.0, metrics=metrics)
+    return run_of([*done("prepare_data", time=1_795_470_002.0), *events])
 
 
 def test_runs_with_date_duration_metric_and_verdict():
-    events = [
-        *done("prepare_data", time=1_795_470_002.0),
-        *done("evaluate_model", time=1_795_470_091.0, metrics={"loss": 0.2, "accuracy": 0.9778}),
-    ]
-    run = run_of(events, "digits-20261123-214000-0dea")
-    assert runs_of(run)[1] == [
-        "digits-20261123-214000-0dea", "done", "1", "min", "30", "s", "accuracy", "0.9778",
-    ]  # fmt: skip
-    failed = run_of([ended("train_model", "interrupted", 130)], "digits-20261123-214000-0dea")
+    run = evaluated(loss=0.2, accuracy=0.9778)
+    assert " ".join(runs_of(run)[1]) == f"{run.run_id} done 1 min 30 s accuracy 0.9778"
+    failed = run_of([ended("train_model", "interrupted", 130)])
     assert [line[0] for line in runs_of(run, failed)] == ["run", run.run_id, failed.run_id]
     wide = runs_of(run, width=120)
     assert wide[0][:3] == ["run", "verdict", "model"]
     assert wide[1][1:5] == ["done", "digits", "2026-11-23", "21:40"]
     empty = RunResult(run_id="odd name", status="unknown", exit_code=1, message="", steps=())
-    assert runs_of(empty)[1] == ["odd", "name", "unknown"]
-    assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
+    for width in (80, 120):
+        assert runs_of(empty, width=width)[1] == ["odd", "name", "unknown"]
 
 
 @pytest.mark.parametrize(
@@ -263,12 +250,7 @@ def test_runs_with_date_duration_metric_and_verdict():
     ],
 )
 def test_a_long_metric_goes_on_in_further_lines(width, end):
-    metrics = {"weighted_macro_precision_of_parts": 0.97777}
-    events = [
-        *done("prepare_data", time=1_795_470_002.0),
-        *done("evaluate_model", time=1_795_470_091.0, metrics=metrics),
-    ]
-    run = run_of(events, "digits-20261123-214000-0dea")
+    run = evaluated(weighted_macro_precision_of_parts=0.97777)
     _, first, *more = runs_of(run, width=width)
     assert [" ".join(line) for line in (first[2 if width else 9 :], *more)] == end
 
@@ -282,27 +264,21 @@ class TestTerminal:
         [
             lambda text: text,
             lambda text: Text.assemble(("status ", "red"), text, (" end", "bold")),
-            lambda text: Table(rows=[{"name": text, text: mark(text)}], words=("name",)),
+            lambda text: Table(rows=[{"name": text, text: display.mark(text)}], words=("name",)),
             lambda text: Group(_one_line(Text(text)), work_line(WorkProgress(what=text), 60)),
         ],
         ids=["text", "coloured", "table", "live"],
     )
     def test_no_text_is_a_command_has_markup_or_begins_a_line(self, made):
-        console = Terminal()
-        console.file = io.StringIO()
-        console.width = 400
-        console.print(made(HOSTILE))
-        lines = console.file.getvalue().splitlines()
-        assert all(line.isprintable() for line in lines)
-        assert not [line for line in lines if line.startswith("flotilla:")]
-        assert "flotilla: blessed [/] [red]b[/red]\\" in console.file.getvalue()
+        text = printed(Terminal.print, made(HOSTILE), width=400)
+        assert all(line.isprintable() for line in text.splitlines())
+        assert not [line for line in text.splitlines() if line.startswith("flotilla:")]
+        assert "flotilla: blessed [/] [red]b[/red]\\" in text
 
-    def test_colours_stay_at_their_words_where_a_text_has_escapes(self):
-        line = escape_controls(Text.assemble("\x1b\n", ("refused", "red"), " x"))
+    def test_colours_stay_at_their_words_and_a_name_with_colons_is_no_emoji(self, capsys):
+        line = display.escape_controls(Text.assemble("\x1b\n", ("refused", "red"), " x"))
         [span] = line.spans
         assert line.plain[span.start : span.end] == "refused"
-
-    def test_a_name_with_colons_is_no_emoji(self, capsys):
         Terminal(stderr=True).print("model mymod:boom: x")
         assert capsys.readouterr().err == "model mymod:boom: x\n"
 
@@ -326,15 +302,11 @@ class TestTerminal:
         assert closed == "stderr" or ended.stderr == b""
 
 
-def test_sentences_of_the_verdict_go_on_between_words_on_a_terminal_alone(monkeypatch):
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_sentences_of_the_verdict_go_on_between_words_on_a_terminal_alone(is_terminal):
     reason = "Accuracy is " + "0.97 " * 9 + "and /a/path/" + "x" * 60
-    result = ended_with(*judged("refused", reason))
-    for is_terminal in (False, True):
-        console = Terminal()
-        console.file = io.StringIO()
-        monkeypatch.setattr(console.file, "isatty", lambda answer=is_terminal: answer)
-        console.width = 40
-        show_verdict(console, result)
-        text = console.file.getvalue()
-        assert " ".join(text.split()).endswith(reason)
-        assert (reason in text) is not is_terminal
+    file = io.StringIO()
+    file.isatty = lambda: is_terminal
+    printed(show_verdict, ended_with(*judged("refused", reason)), file=file, width=40)
+    assert " ".join(file.getvalue().split()).endswith(reason)
+    assert (reason in file.getvalue()) is not is_terminal

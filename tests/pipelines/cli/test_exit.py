@@ -14,7 +14,7 @@ from flotilla.pipelines.cli.app import call
 from flotilla.pipelines.cli.exit import Answer, answers, write
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.promotion import registry
+from tests.pipelines.conftest import register_models
 
 COMMANDS = dict(flat(typer.main.get_command(app.app).commands))
 RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
@@ -32,19 +32,11 @@ CALLS = {
 def workdir(tmp_path):
     """Create two runs, and a model whose version 2 replaced version 1 as the champion."""
     folder = tmp_path / "runs"
-    root = storage.uri_of(folder)
     for run in RUNS:
         (folder / run).mkdir(parents=True)
         (folder / run / "config.json").write_text(parse_config({}).model_dump_json())
-    for number in (1, 2):
-        source, uri = tmp_path / f"source-{number}", storage.uri_of(tmp_path / f"model-{number}")
-        (source / "serving").mkdir(parents=True)
-        (source / "serving" / "saved_model.pb").write_text(str(number))
-        fields = {"saved_model": "serving", "global_step": number}
-        storage.publish(source, uri, kind="model", fields=fields)
-        lineage = {"run_id": RUNS[0], "metrics": {}}
-        registry.register(root, "digits", uri, lineage=lineage, scratch=tmp_path)
-        registry.promote(root, "digits", number, after=number - 1, by="run a")
+    root = storage.uri_of(folder)
+    register_models(root, tmp_path, 2, champions=2, run_id=RUNS[0], metrics={})
     return folder
 
 
@@ -70,14 +62,11 @@ def test_the_keys_are_those_of_the_help(name, workdir, capsys):
     assert set(found) == always() | added(name)
 
 
-def test_the_keys_of_a_manifest_and_of_a_compilation(capsys, tmp_path):
+def test_the_keys_of_a_manifest_a_compilation_and_a_failure(capsys, workdir):
     assert set(answer(capsys, "manifest")) == always() | added("manifest")
-    found = answer(capsys, "compile", "-o", str(tmp_path / "a.yaml"))
+    found = answer(capsys, "compile", "-o", f"{workdir}/a.yaml")
     assert set(found) == always() | added("compile")
     assert set(found["artifacts"]) == {"pipeline"}
-
-
-def test_a_failure_has_the_same_keys(capsys, workdir):
     found = answer(capsys, "models", "show", "nothing", "--workdir", str(workdir), code=2)
     assert set(found) == always()
     assert found["status"] == "failed"
@@ -112,17 +101,13 @@ def test_a_bug_is_an_object_as_well(capsys):
         _broken(as_json=False)
 
 
-BATCHES = ["--set", "training.batch_size=16,32"]
-
-
 def test_compiling_says_how_it_is_started(tmp_path, capsys):
     file = tmp_path / "sweep.yaml"
-    assert call(["sweep", "--compile", "-o", str(file), "--json", *BATCHES]) == 0
+    words = ["--compile", "-o", str(file), "--json", "--set", "training.batch_size=16,32"]
+    assert call(["sweep", *words]) == 0
     out, err = capsys.readouterr()
     assert f"--file {file}" in err
     answer = json.loads(out.splitlines()[-1])
     assert answer["artifacts"] == {"pipeline": str(file)}
-    assert [each["settings"] for each in answer["trials"]] == [
-        {"training.batch_size": "16"},
-        {"training.batch_size": "32"},
-    ]
+    settings = [each["settings"]["training.batch_size"] for each in answer["trials"]]
+    assert settings == ["16", "32"]

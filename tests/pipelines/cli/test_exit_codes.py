@@ -20,20 +20,14 @@ from flotilla.pipelines.runs.submission import Version
 from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import Contents
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.promotion import registry
-from flotilla.trainer.runtime.errors import (
-    DONE,
-    EXIT_CODES,
-    FAILED,
-    INTERRUPTED,
-    REFUSED,
-    USAGE,
-    RunInterruptedError,
-    UserError,
-)
+from flotilla.trainer.runtime import errors
+from flotilla.trainer.runtime.errors import RunInterruptedError, UserError
+from tests.pipelines.conftest import register_models
 from tests.pipelines.step_events import ended, judged, write
 from tests.trainer.sweeps.test_sweep import a_sweep
 
+DONE, FAILED, USAGE = errors.DONE, errors.FAILED, errors.USAGE
+REFUSED, INTERRUPTED = errors.REFUSED, errors.INTERRUPTED
 RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
 TYPO = "--set training.stepz=3"
 ENDPOINT = "--endpoint http://127.0.0.1:9"
@@ -68,13 +62,9 @@ def returning(value: object) -> Any:
 
 VERSION = Version(pipeline="digits", pipeline_id="p", name="v1", version_id="v", spec=None)
 LOCAL_RUN = SimpleNamespace(
-    run_id=RUNS[0],
-    folder=Path("runs"),
-    bundle=None,
-    written=None,
-    config=parse_config({}),
+    run_id=RUNS[0], folder=Path("runs"), bundle=None, written=None, config=parse_config({}),
     state=None,
-)
+)  # fmt: skip
 SWEEP = SimpleNamespace(sweep=a_sweep(), folder=Path("runs"), close=lambda: None)
 LOCAL = {
     "mistake": TYPO,
@@ -116,16 +106,10 @@ ROWS = {
         calls="flotilla.pipelines.runs.control.compare"),
     "gc": Row(mistake="--dry-run", calls="flotilla.pipelines.retention.removal.collect"),
     "manifest": Row(mistake=TYPO, calls="flotilla.components.launchers.render_job"),
-    "upload": Row(
-        words=ENDPOINT,
-        mistake="",
-        calls="flotilla.pipelines.runs.submission.upload",
+    "upload": Row(words=ENDPOINT, mistake="", calls="flotilla.pipelines.runs.submission.upload",
         returns=SimpleNamespace(version=VERSION, created=True, page=""),
-        also=(
-            ("flotilla.pipelines.compile.load_package", SimpleNamespace(image="")),
-            ("flotilla.pipelines.runs.submission.find_default", VERSION),
-        ),
-    ),
+        also=(("flotilla.pipelines.compile.load_package", SimpleNamespace(image="")),
+              ("flotilla.pipelines.runs.submission.find_default", VERSION))),
     "submit": Row(words=ENDPOINT, mistake=f"{ENDPOINT} {TYPO}",
         calls="flotilla.pipelines.runs.submission.start",
         returns=SimpleNamespace(run_id="r", page="", version=VERSION),
@@ -143,18 +127,10 @@ ROWS = {
     "open": Row(words=RUNS[0], mistake="absent", calls="flotilla.pipelines.runs.control.find_page",
         returns=Page(run_id=RUNS[0], url="https://ui.example.com"),
         also=(("flotilla.pipelines.cli.runs.open_page", True),)),
-    "replay": Row(
-        words=f"{RUNS[0]} train_model",
-        mistake="absent train_model",
-        calls="flotilla.pipelines.replay.replay",
-        returns=replay_of("done", DONE),
-        also=(
-            (
-                "flotilla.pipelines.replay.find",
-                SimpleNamespace(step="train_model", stages=(), run_id=RUNS[0]),
-            ),
-        ),
-    ),
+    "replay": Row(words=f"{RUNS[0]} train_model", mistake="absent train_model",
+        calls="flotilla.pipelines.replay.replay", returns=replay_of("done", DONE),
+        also=(("flotilla.pipelines.replay.find",
+               SimpleNamespace(step="train_model", stages=(), run_id=RUNS[0])),)),
     "completion": Row(words="zsh", mistake="tcsh",
         calls="flotilla.pipelines.cli.completion.get_completion_script"),
     "models list": Row(mistake="digitz", calls="flotilla.pipelines.models.list_models"),
@@ -186,13 +162,7 @@ def known(tmp_path_factory):
         (runs / run / "config.json").write_text(parse_config({}).model_dump_json())
         (runs / run / "pipeline.log").write_text("")
         write(runs / run, judged("blessed"))
-    for number in (1, 2):
-        source, uri = folder / f"source-{number}", storage.uri_of(folder / f"model-{number}")
-        (source / "serving").mkdir(parents=True)
-        (source / "serving" / "saved_model.pb").write_text(str(number))
-        storage.publish(source, uri, kind="model", fields={"saved_model": "serving"})
-        registry.register(storage.uri_of(runs), "digits", uri, lineage={}, scratch=folder)
-        registry.promote(storage.uri_of(runs), "digits", number, after=number - 1, by="run a")
+    register_models(storage.uri_of(runs), folder, 2, champions=2)
     return folder
 
 
@@ -205,9 +175,7 @@ def called(known, tmp_path, monkeypatch, capsys):
     shutil.copytree(known / "runs", tmp_path / "runs")
 
     def call(name, words):
-        code = app.call([*name.split(), *words.split()])
-        out, err = capsys.readouterr()
-        return code, out, err
+        return (app.call([*name.split(), *words.split()]), *capsys.readouterr())
 
     return call
 
@@ -248,7 +216,7 @@ def raising(error):
 
 def test_every_command_has_a_row():
     assert set(ROWS) == set(COMMANDS)
-    assert set(EXIT_CODES) == {DONE, FAILED, USAGE, REFUSED, INTERRUPTED}
+    assert set(errors.EXIT_CODES) == {DONE, FAILED, USAGE, REFUSED, INTERRUPTED}
 
 
 @pytest.mark.parametrize("name", ROWS)

@@ -4,7 +4,6 @@ import io
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.text import Text
@@ -94,48 +93,34 @@ def test_a_name_cannot_end_a_link(tmp_path):
     assert Text("x", f"link {address}").plain == "x"
 
 
-def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
-    browser, opened = tmp_path / "browser", tmp_path / "opened"
-    browser.write_text(f'#!/bin/sh\necho noise\nprintf %s "$1" > {opened}\n')
-    browser.chmod(0o755)
-    program = (
-        "import sys; from flotilla.pipelines.cli.runs import open_page;"
-        "print(open_page('file:///a%20b'))"
-    )
-    environment = {**os.environ, "BROWSER": str(browser)}
+def opened(**environment):
+    program = "from flotilla.pipelines.cli.runs import open_page; print(open_page('file:///a%20b'))"
     ended = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
     )
-    assert (ended.stdout, ended.stderr) == ("True\n", "noise\n")
-    assert Path(opened).read_text() == "file:///a%20b"
+    return ended.stdout, ended.stderr
+
+
+def script(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_page_is_opened_by_the_browser_of_the_user(tmp_path):
+    asked = tmp_path / "opened"
+    browser = script(tmp_path / "browser", f'echo noise\nprintf %s "$1" > {asked}')
+    assert opened(**{**os.environ, "BROWSER": str(browser)}) == ("True\n", "noise\n")
+    assert asked.read_text() == "file:///a%20b"
 
 
 @pytest.mark.parametrize(
     "environment",
     [{}, {"SSH_CONNECTION": "a", "BROWSER": ""}, {"BROWSER": "/nowhere/browser"}],
 )
-def test_a_machine_without_a_browser(environment):
-    program = "from flotilla.pipelines.cli.runs import open_page; print(open_page('file:///a'))"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PATH": "/nowhere", **environment},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == "False\n"
-
-
-def test_a_browser_in_the_terminal_is_not_chosen_unasked(tmp_path):
-    for name in ("w3m", "lynx"):
-        (tmp_path / name).write_text("#!/bin/sh\nexit 0\n")
-        (tmp_path / name).chmod(0o755)
-    program = "from flotilla.pipelines.cli.runs import open_page; print(open_page('file:///a'))"
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ended.stdout == "False\n"
+def test_without_a_browser_or_with_one_in_the_terminal_alone_none_is_opened(environment, tmp_path):
+    assert opened(PATH="/nowhere", **environment)[0] == "False\n"
+    if not environment:
+        for name in ("w3m", "lynx"):
+            script(tmp_path / name, "exit 0")
+        assert opened(PATH=str(tmp_path))[0] == "False\n"

@@ -105,6 +105,9 @@ EVENTS = {
         ([CheckpointPassedOver(uri=LONG, reason=DAMAGE)],
          [f"skipped {LONG}: {DAMAGE}"]),
         ([RunBegin(run_id="digits-1", number=1)], []),
+        ([ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)],
+         ["ps-1 lost at global step 510; partial recovery: only its variables go 110 steps back "
+          "to 400; the others are kept"]),
     ],
     "the begin of a run": [
         ([NewestVersion(dataset="digits", version="1.0.0")],
@@ -145,14 +148,11 @@ def test_the_lines_of_events(lines_of, rows):
     assert lines_of(*(event for events, _ in rows for event in events)) == expected
 
 
-def test_progress_without_a_terminal_draws_nothing(lines_of):
+def test_only_a_terminal_that_can_draw_again_has_more_than_lines(lines_of, monkeypatch):
     text = "".join(lines_of(progress(20, 1000.0), *done("train_model")))
     assert "\x1b" not in text
     assert "━" not in text
-
-
-@pytest.mark.usefixtures("terminal")
-def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "dumb")
     lines = lines_of(begun("train_model"), progress(20, 1000.0), *done("train_model"))
     assert lines[:2] == ["train_model ...", "global step 20/300  loss 0.25  100 steps/s"]
@@ -163,14 +163,14 @@ def test_a_terminal_shows_what_goes_on(lines_of):
     assert "starting" in "".join(lines_of())
     assert "starting the next step" in "".join(lines_of(*done("prepare_data")))
     assert "ending" in "".join(lines_of(*done("prepare_data"), *done("finish")))
-    text = "".join(lines_of(begun("export_model")))
-    assert "export_model" in text
+    assert "export_model" in "".join(lines_of(begun("export_model")))
     found = Validation(global_step=150, metrics={"accuracy": 0.98765})
     text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
     assert "accuracy 0.9877" in text
     assert "at 150" in text
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
     assert "train_model  stopping: saving the last checkpoint" in text
+    assert "\x1b[31mfailed\x1b[0m" in "".join(lines_of(ended("train_model", "failed", 1)))
 
 
 @pytest.mark.usefixtures("terminal")
@@ -181,17 +181,12 @@ def test_a_note_goes_on_between_words_on_a_terminal(lines_of, monkeypatch):
 
 
 @pytest.mark.usefixtures("terminal")
-def test_with_a_terminal_progress_is_a_bar_and_a_status_has_a_colour(lines_of):
+def test_with_a_terminal_progress_is_a_bar(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
-    assert "150/300" in text
-    assert "loss 0.25 " in text
-    assert "━" in text
+    assert all(each in text for each in ("150/300", "loss 0.25 ", "━"))
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
     events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
-    text = "".join(lines_of(*events))
-    assert "40/50" in text
-    text = "".join(lines_of(ended("train_model", "failed", 1)))
-    assert "\x1b[31mfailed\x1b[0m" in text
+    assert "40/50" in "".join(lines_of(*events))
 
 
 @pytest.mark.usefixtures("terminal")
@@ -206,11 +201,9 @@ def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
     assert capsys.readouterr().err.count("\x1b[?25h") == 1
 
 
-def test_a_lost_server_is_reported_with_what_goes_back(lines_of):
-    (line,) = lines_of(
-        ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)
-    )
-    assert line.startswith("ps-1 lost at global step 510; partial recovery")
+def in_sight(lines):
+    """Return the lines without their colours, as they are when drawn for the last time."""
+    return [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in lines]
 
 
 @pytest.mark.usefixtures("terminal")
@@ -219,8 +212,7 @@ def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns)
     monkeypatch.setenv("COLUMNS", columns)
     metrics = {f"metric_{n}": 0.5 for n in range(12)}
     found = Validation(global_step=150, metrics=metrics)
-    drawn = lines_of(begun("train_model"), progress(150, 1.0), found)
-    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
+    plain = in_sight(lines_of(begun("train_model"), progress(150, 1.0), found))
     assert any("150/300" in line for line in plain) or columns == "20"
     assert max(map(len, plain)) <= int(columns)
     assert columns == "20" or not any("…" in line for line in plain)
@@ -236,6 +228,7 @@ class TestWork:
     """Progress of work: below its step on a terminal, otherwise as a line every 30 seconds."""
 
     def test_without_a_terminal_it_is_a_line_every_half_minute(self, lines_of):
+        assert not lines_of(work(seconds=3.0), work(seconds=4.0, is_over=True))
         assert lines_of(
             work(seconds=3.0, done=10, time=1000.0),
             work(seconds=29.0, time=1026.0),
@@ -248,9 +241,6 @@ class TestWork:
             "reading the files: 1,290,000 rows  410,000 rows/s",
             "reading the files: done, 3,000,000 rows in 1 min 39 s",
         ]  # fmt: skip
-
-    def test_without_a_terminal_short_work_has_no_line(self, lines_of):
-        assert not lines_of(work(seconds=3.0), work(seconds=4.0, is_over=True))
 
     @pytest.mark.usefixtures("terminal")
     @pytest.mark.parametrize(
@@ -265,21 +255,17 @@ class TestWork:
         self, lines_of, monkeypatch, columns, parts
     ):
         monkeypatch.setenv("COLUMNS", columns)
-        drawn = lines_of(begun("prepare_data"), work(total=3_000_000))
-        plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
+        plain = in_sight(lines_of(begun("prepare_data"), work(total=3_000_000)))
         line = next(each for each in plain if "reading the files" in each)
         assert re.sub(r"[━╸╺ ]+", " ", line).split("files ")[1].strip() == " ".join(parts)
         assert "━" in line
         assert max(map(len, plain)) <= int(columns)
 
     @pytest.mark.usefixtures("terminal")
-    def test_on_a_terminal_a_share_that_is_not_known_has_no_bar(self, lines_of):
+    def test_a_share_that_is_not_known_has_no_bar_and_what_is_over_is_not_drawn(self, lines_of):
         text = "".join(lines_of(begun("prepare_data"), work(share=-1.0, seconds_left=-1.0)))
         assert "1,290,000 rows  410,000 rows/s" in text
         assert "━" not in text
-
-    @pytest.mark.usefixtures("terminal")
-    def test_work_that_is_over_is_drawn_no_more(self, lines_of):
         text = "".join(lines_of(begun("prepare_data"), work(), work(is_over=True)))
         assert "reading the files" not in text
 
@@ -332,24 +318,18 @@ class TestSweep:
         with view:
             view.trial(trial(1, "done", 0.8), "trial 1 done")
             view(trial(2, "running"), work())
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-        lines = [line.split("\r")[-1] for line in text.splitlines()]
+        lines = in_sight(capsys.readouterr().err.splitlines())
         assert max(map(len, lines)) <= int(columns)
         assert any("  trials" in line and "25 %" in line for line in lines)
         assert any("trial 2: reading the files: 43 %" in line for line in lines)
 
-    @pytest.mark.usefixtures("display")
-    def test_of_each_rung_a_third_goes_on(self):
+    def test_of_each_rung_a_third_goes_on_and_a_request_to_end_is_said(self, display):
         trials = [trial(1, "running", 0.8), *(trial(each, "done", 0.7) for each in range(2, 10))]
         found = sweep_of(*trials, rungs=(100, 300, 900))
         # Nine trials train 100 steps, three another 200 and one another 600: 2100 steps in total.
         assert found.share({}) == pytest.approx(900 / 2100)
-        at_work = replace(trials[0], rung=1)
-        assert sweep_of(at_work, *trials[1:], rungs=(100, 300, 900)).share({1: 0.5}) == (
-            pytest.approx(1000 / 2100)
-        )
-
-    def test_a_request_to_end_is_said(self, display):
+        found = sweep_of(replace(trials[0], rung=1), *trials[1:], rungs=found.rungs)
+        assert found.share({1: 0.5}) == pytest.approx(1000 / 2100)
         display(trial(1, "running"), Interrupted())
         assert display._work().what == "sweep: stopping: saving the last checkpoints"
 

@@ -20,6 +20,8 @@ FIRST, COMMANDS, LAST = (
     "flotilla.pipelines.cli.kfp",
     "flotilla.components.records.record",
 )
+# Capacity of the pipe in bytes, which is so small that the process cannot finish before the signal.
+AHEAD = 4096
 
 
 @pytest.fixture(autouse=True)
@@ -37,20 +39,11 @@ def interrupted(tmp_path):
     def send(module, number, *arguments):
         # With `-v`, Python writes a line to standard error for each module that it loads.
         command = [sys.executable, "-v", "-m", "flotilla.pipelines.cli", *arguments]
+        paths = {"PYTHONPATH": str(Path(__file__).parents[3]), "TMPDIR": str(tmp_path)}
         with subprocess.Popen(
-            command,
-            cwd=tmp_path,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(Path(__file__).parents[3]),
-                "TMPDIR": str(tmp_path),
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # With a larger pipe, the process could finish before its output is read.
-            pipesize=4096,
-        ) as process:
+            command, cwd=tmp_path, env=os.environ | paths, stdout=-1, stderr=-1, text=True,
+            pipesize=AHEAD,
+        ) as process:  # fmt: skip
             place = f"{module.replace('.', '/')}."
             for line in process.stderr:
                 if place in line:
@@ -124,26 +117,18 @@ COMMANDS_THAT_WRITE = [
     (["gc", "--json", "--workdir", "runs"], 0),
     (["configs", "absent", "--json"], 2),
     *(
-        pytest.param(*command, marks=pytest.mark.slow)
-        for command in (
-            (["run", "--help"], 0),
-            (["--help"], 0),
-            (["--version"], 0),
-            (["manifest"], 0),
-            (["nonsense"], 2),
-        )
+        pytest.param(words.split(), code, marks=pytest.mark.slow)
+        for words, code in {
+            "run --help": 0, "--help": 0, "--version": 0, "manifest": 0, "nonsense": 2,
+        }.items()
     ),
-]
+]  # fmt: skip
 
 
 def called(arguments, folder, **streams):
-    with subprocess.Popen(
-        [FLOTILLA, *arguments],
-        cwd=folder,
-        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
-    ) as process:
-        _, err = process.communicate()
-    return process.returncode, (err or b"").decode()
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    ended = subprocess.run([FLOTILLA, *arguments], cwd=folder, check=False, **streams)
+    return ended.returncode, (ended.stderr or b"").decode()
 
 
 def requires_no_reader(arguments, code, folder, stream):
@@ -185,8 +170,6 @@ def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, co
 
 
 TIMED = "import time:"
-# Capacity of the pipe in bytes, which is so small that the process cannot finish before the signal.
-AHEAD = 4096
 
 
 @pytest.mark.parametrize(
@@ -223,27 +206,14 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     ],
 )
 def test_a_full_output_is_one_line(tmp_path, arguments, code, said):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        ended = subprocess.run(
-            [FLOTILLA, *arguments],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    lines = [line for line in ended.stderr.splitlines() if not line.startswith("wrote ")]
-    assert (ended.returncode, len(lines)) == (code, 1), ended.stderr
+    with open("/dev/full", "wb") as full:
+        ended, err = called(arguments, tmp_path, stdout=full)
+    lines = [line for line in err.splitlines() if not line.startswith("wrote ")]
+    assert (ended, len(lines)) == (code, 1), err
     assert lines[0].startswith(f"flotilla: {said}")
 
 
 def test_where_nobody_hears_the_exit_code_still_arrives(tmp_path):
-    with open("/dev/full", "w", encoding="utf-8") as full:
-        ended = subprocess.run(
-            [FLOTILLA, "run", "no/such.yaml", "--json"],
-            cwd=tmp_path,
-            stdout=full,
-            stderr=full,
-            check=False,
-        )
-    assert ended.returncode == 2
+    with open("/dev/full", "wb") as full:
+        words = ["run", "no/such.yaml", "--json"]
+        assert called(words, tmp_path, stdout=full, stderr=full)[0] == 2

@@ -11,14 +11,12 @@ from flotilla.trainer import storage
 from flotilla.trainer.checkpoints.index import StoredVariable
 from flotilla.trainer.report.heading import programs
 
-FIELDS = {
-    "global_step": 20,
-    "variables": {
-        "model/table": {"dtype": "float32", "shape": [1000, 16], "part": 1},
-        "global_step": {"dtype": "int64", "shape": [], "part": 0},
-        "damaged": {"dtype": 5},
-    },
+VARIABLES = {
+    "model/table": {"dtype": "float32", "shape": [1000, 16], "part": 1},
+    "global_step": {"dtype": "int64", "shape": [], "part": 0},
+    "damaged": {"dtype": 5},
 }
+FIELDS = {"global_step": 20, "variables": VARIABLES}
 
 
 @pytest.fixture
@@ -35,9 +33,7 @@ def checkpoints(tmp_path):
 
 
 def show(capsys, *words):
-    code = app.call(["checkpoint", "show", *words])
-    out, err = capsys.readouterr()
-    return code, out, err
+    return (app.call(["checkpoint", "show", *words]), *capsys.readouterr())
 
 
 def test_the_newest_is_listed_and_an_older_one_says_less(checkpoints, capsys):
@@ -47,23 +43,26 @@ def test_the_newest_is_listed_and_an_older_one_says_less(checkpoints, capsys):
     assert answer["artifacts"]["checkpoint"].endswith("step-00000020")
     found = answer["checkpoint"]
     assert (found["global_step"], found["parts"], found["bytes"]) == (20, [4, 4], 8)
-    assert found["variables"]["model/table"] == {
-        "dtype": "float32",
-        "shape": [1000, 16],
-        "part": 1,
-        "rows": 1000,
-        "bytes": 64_000,
-    }
+    table = {**VARIABLES["model/table"], "rows": 1000, "bytes": 64_000}
+    assert found["variables"]["model/table"] == table
     assert found["variables"]["global_step"]["rows"] == 1
     assert "damaged" not in found["variables"]
     _, out, _ = show(capsys, checkpoints)
-    assert "2 parts" in out
-    assert "64 kB" in out
-    assert "1,000" in out
+    assert all(each in out for each in ("2 parts", "64 kB", "1,000"))
     code, out, _ = show(capsys, f"{checkpoints}/step-00000010")
-    assert code == 0
-    assert "global step 10" in out
-    assert "lists no variables" in out
+    assert (code, "global step 10" in out, "lists no variables" in out) == (0, True, True)
+
+
+@pytest.fixture
+def newest(checkpoints, tmp_path):
+    """Return a function that publishes a checkpoint with some fields and returns its URI."""
+    uri = f"{checkpoints}/step-00000030"
+
+    def publish(**fields):
+        storage.publish(tmp_path / "20", uri, kind="checkpoint", fields=fields)
+        return uri
+
+    return publish
 
 
 @pytest.mark.parametrize(
@@ -74,20 +73,16 @@ def test_the_newest_is_listed_and_an_older_one_says_less(checkpoints, capsys):
         {"dtype": "float32", "shape": [1], "part": -1},
     ],
 )
-def test_a_variable_that_cannot_be_is_left_out(checkpoints, tmp_path, capsys, wrong):
-    fields = {"global_step": 30, "variables": {"a": wrong, "b": {"dtype": "bool", "shape": [3]}}}
-    uri = f"{checkpoints}/step-00000030"
-    storage.publish(tmp_path / "20", uri, kind="checkpoint", fields=fields)
+def test_a_variable_that_cannot_be_is_left_out(newest, capsys, wrong):
+    uri = newest(global_step=30, variables={"a": wrong, "b": {"dtype": "bool", "shape": [3]}})
     code, out, _ = show(capsys, uri, "--json")
     assert code == 0
     assert list(json.loads(out.splitlines()[-1])["checkpoint"]["variables"]) == ["b"]
 
 
 @pytest.mark.parametrize("step", ["abc", None, [1]])
-def test_a_manifest_without_a_step_is_one_line(checkpoints, tmp_path, capsys, step):
-    uri = f"{checkpoints}/step-00000030"
-    storage.publish(tmp_path / "20", uri, kind="checkpoint", fields={"global_step": step})
-    code, _, err = show(capsys, uri)
+def test_a_manifest_without_a_step_is_one_line(newest, capsys, step):
+    code, _, err = show(capsys, newest(global_step=step))
     assert code == 1
     assert err.splitlines()[-1].endswith("has no global step: use another checkpoint")
 

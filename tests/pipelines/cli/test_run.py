@@ -45,18 +45,13 @@ def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     assert remedy(run, code="mine").endswith(f"train {resume} --code mine")
 
 
+INTERRUPTED = {"status": "interrupted", "exit_code": 130}
+
+
 def test_without_a_checkpoint_only_interrupted_training_can_be_resumed(run):
     assert remedy(run) == ""
-    assert remedy(run, status="interrupted", exit_code=130).startswith(
-        "resume with: flotilla train "
-    )
-    assert remedy(run, "prepare", status="interrupted", exit_code=130) == ""
-
-
-@pytest.mark.usefixtures("checkpoint")
-@pytest.mark.parametrize(("status", "code"), [("blessed", 0), ("refused", 3), ("failed", 2)])
-def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, code):
-    assert remedy(run, status=status, exit_code=code) == ""
+    assert remedy(run, **INTERRUPTED).startswith("resume with: flotilla train ")
+    assert remedy(run, "prepare", **INTERRUPTED) == ""
 
 
 def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):
@@ -66,34 +61,27 @@ def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):
     assert remedy(run) == ""
 
 
-@pytest.fixture
-def table(tmp_path, monkeypatch):
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize(("status", "code"), [("blessed", 0), ("refused", 3), ("failed", 2)])
+def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, code):
+    assert remedy(run, status=status, exit_code=code) == ""
+
+
+def test_a_file_is_written_once_and_a_label_is_asked_for(tmp_path, monkeypatch, capsys):
+    def init(*words):
+        return app.call(["init", "plants.csv", *words]), capsys.readouterr().err
+
     monkeypatch.chdir(tmp_path)
     rows = [f"{n},{'ab'[n % 2]}" for n in range(30)]
     Path("plants.csv").write_text("\n".join(["height,kind", *rows]))
-
-
-@pytest.fixture
-def flotilla(capsys):
-    def call(*words):
-        code = app.call([*words])
-        return code, capsys.readouterr().err
-
-    return call
-
-
-@pytest.mark.usefixtures("table")
-def test_a_file_is_written_once_and_a_label_is_asked_for(flotilla):
-    assert flotilla("init", "plants.csv", "--label", "kind")[0] == 0
+    assert init("--label", "kind")[0] == 0
     written = load_config(Path("plants.yaml"), rebases=True)
     assert isinstance(written, Config)
     assert (written.name, written.data.source) == ("plants", "plants.csv")
-    assert flotilla("init", "plants.csv", "--label", "kind")[0] == 0
+    assert init("--label", "kind")[0] == 0
     Path("plants.yaml").write_text("name: mine\n")
-    code, said = flotilla("init", "plants.csv", "--label", "kind")
-    assert code == 2
-    assert "plants.yaml exists with different content" in said
+    code, said = init("--label", "kind")
+    assert (code, "plants.yaml exists with different content" in said) == (2, True)
     assert Path("plants.yaml").read_text() == "name: mine\n"
-    code, said = flotilla("init", "plants.csv")
-    assert code == 2
-    assert "perhaps 'kind' (one of height, kind)" in said
+    code, said = init()
+    assert (code, "perhaps 'kind' (one of height, kind)" in said) == (2, True)

@@ -90,26 +90,26 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
         yield made
 
 
-@pytest.fixture
-def of_job(doctor) -> Doctor:
-    def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
-        return doctor("cluster.launcher=tfjob", IMAGE, *settings, options=options)
+def _of(launcher: str) -> Any:
+    """Return a fixture that calls the doctor with an image and a launcher."""
 
-    return call
+    @pytest.fixture
+    def given(doctor) -> Doctor:
+        def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
+            return doctor(f"cluster.launcher={launcher}", IMAGE, *settings, options=options)
+
+        return call
+
+    return given
+
+
+of_job, of_jobset, of_auto = _of("tfjob"), _of("jobset"), _of("auto")
 
 
 @pytest.fixture
 def jobset(kube) -> Cluster:
     kube.install_jobset()
     return kube
-
-
-@pytest.fixture
-def of_jobset(doctor) -> Doctor:
-    def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
-        return doctor("cluster.launcher=jobset", IMAGE, *settings, options=options)
-
-    return call
 
 
 def content(folder: Path) -> set[str]:

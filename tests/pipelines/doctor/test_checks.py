@@ -23,30 +23,31 @@ from tests.trainer.tracking import test_hub as hub_server
 
 CONTROLLERS = {"TFJob": "training operator", "JobSet": "JobSet controller"}
 OF_THE_CLUSTER = [
-    "namespace",
-    "admission",
-    "permissions of this user",
-    "account of the KFP UI",
-    "permissions of the KFP UI account",
-    "permissions of the tasks",
-    "quota",
-]
+    "namespace", "admission", "permissions of this user", "account of the KFP UI",
+    "permissions of the KFP UI account", "permissions of the tasks", "quota",
+]  # fmt: skip
 
 
-def granted(role):
-    documents = yaml.safe_load_all(rbac.FILE.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
+def test_the_permissions_are_those_of_the_file(role):
     [rules] = [
         each["rules"]
-        for each in documents
+        for each in yaml.safe_load_all(rbac.FILE.read_text(encoding="utf-8"))
         if each["kind"] == "Role" and each["metadata"]["name"] == role
     ]
-    return {
+    granted = {
         (verb, group, resource)
         for rule in rules
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
     }
+    asked = {
+        (each.verb, each.group, each.resource)
+        for kind in (KIND, JOBSET)
+        for each in required_rules(role, kind)
+    }
+    assert asked == granted
 
 
 @pytest.mark.parametrize("kind", ["TFJob", "JobSet"])
@@ -76,34 +77,22 @@ def test_nothing_is_changed_in_the_cluster(jobset, of_job, of_jobset):
     assert any(strict in each for each in kube.server.requests)
 
 
-@pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
-def test_the_permissions_are_those_of_the_file(role):
-    asked = {
-        (each.verb, each.group, each.resource)
-        for kind in (KIND, JOBSET)
-        for each in required_rules(role, kind)
-    }
-    assert asked == granted(role)
-
-
 def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     of_job()
     asked = {
-        (spec["resourceAttributes"]["verb"], spec["resourceAttributes"]["resource"],
-         spec["resourceAttributes"].get("subresource", ""), spec["resourceAttributes"]["group"])
+        tuple(spec["resourceAttributes"].get(key, "") for key in ("verb", "resource", "subresource",
+                                                                  "group"))
         for spec in kube.server.control.reviews
         if spec.get("user") == RUNNER
     }  # fmt: skip
-    assert ("get", "pods", "log", "") in asked
-    assert ("create", "tfjobs", "", "kubeflow.org") in asked
+    assert {("get", "pods", "log", ""), ("create", "tfjobs", "", "kubeflow.org")} <= asked
     # The tasks have no service account, so the launcher's account needs the permissions of both
     # roles.
     both = {*required_rules(LAUNCHER, KIND), *required_rules(TRAINER, KIND)}
     assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
-    assert groups == {
-        ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
-    }
+    named = ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}")
+    assert groups == {(*named, "system:authenticated")}
 
 
 @pytest.mark.parametrize(
@@ -260,7 +249,8 @@ class Instance(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.status, self.answer = 200, {"tag_name": "2.17.0", "multi_user": False}
+        self.status = 200
+        self.answer: dict[str, object] = {"tag_name": "2.17.0", "multi_user": False}
         self.asked: list[str] = []
         self.paths: list[str] = []
         self.closed: dict[str, int] = {}
@@ -294,83 +284,78 @@ def instance() -> Iterator[Instance]:
         thread.join()
 
 
-def of(report):
-    return report["KFP instance"]
+@pytest.fixture
+def asked(doctor, instance):
+    """Return a function that calls the doctor with an instance; its report, and what it found."""
+
+    def ask(*options):
+        report = doctor(options=("--endpoint", instance.url, *options))
+        return report, report["KFP instance"]
+
+    return ask
 
 
-def test_an_instance_reports_its_version(doctor, instance, monkeypatch):
-    report = doctor(options=("--endpoint", instance.url))
-    assert (report.code, of(report)["state"]) == (0, "ok")
-    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+def test_an_instance_reports_its_version_or_keeps_it_for_itself(
+    doctor, asked, instance, monkeypatch
+):
+    report, found = asked()
+    assert (report.code, found["state"]) == (0, "ok")
+    assert found["message"] == f"{instance.url} is KFP 2.17.0"
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    assert of(doctor())["state"] == "ok"
+    assert doctor()["KFP instance"]["state"] == "ok"
+    instance.answer = {}
+    found = asked()[1]
+    remedy = f"curl --include {instance.url}/apis/v2beta1/healthz"
+    assert (found["state"], found["remedy"]) == ("warn", remedy)
 
 
 EXPERIMENTS = "/apis/v2beta1/experiments"
 
 
-def test_an_instance_for_several_users_wants_a_namespace_of_the_user(doctor, instance, monkeypatch):
+def test_an_instance_for_several_users_wants_a_namespace_of_the_user(asked, instance, monkeypatch):
     instance.answer = {"tag_name": "2.17.0", "multi_user": True}
-    report = doctor(options=("--endpoint", instance.url))
+    report, found = asked()
     assert report.failed() == ["KFP instance"]
-    assert of(report)["message"] == (
-        f"{instance.url} is a multi-user instance: add --namespace, or set KFP_NAMESPACE"
-    )
-    assert of(report)["remedy"] == "flotilla doctor --namespace NAMESPACE"
+    said = f"{instance.url} is a multi-user instance: add --namespace, or set KFP_NAMESPACE"
+    assert found["message"] == said
+    assert found["remedy"] == "flotilla doctor --namespace NAMESPACE"
     assert not [path for path in instance.paths if path.startswith(EXPERIMENTS)]
     monkeypatch.setenv("KFP_NAMESPACE", "team")
-    assert of(doctor(options=("--endpoint", instance.url)))["state"] == "ok"
-    report = doctor(options=("--endpoint", instance.url, "--namespace", "mine"))
-    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0, in mine"
-    asked = [path for path in instance.paths if path.startswith(EXPERIMENTS)]
-    assert ["namespace=team" in asked[0], "namespace=mine" in asked[1]] == [True, True]
-    instance.answer = {"tag_name": "2.17.0", "multi_user": True}
+    assert asked()[1]["state"] == "ok"
+    assert asked("--namespace", "mine")[1]["message"] == f"{instance.url} is KFP 2.17.0, in mine"
+    first, second = [path for path in instance.paths if path.startswith(EXPERIMENTS)]
+    assert ("namespace=team" in first, "namespace=mine" in second) == (True, True)
     instance.closed[EXPERIMENTS] = 403
-    report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
+    report, found = asked("-n", "theirs")
     assert report.failed() == ["KFP instance"]
-    assert "but denies the request: add --namespace" in of(report)["message"]
-
-
-def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
+    assert "but denies the request: add --namespace" in found["message"]
     # A single-user instance refuses requests that name a namespace, so none may be sent.
-    instance.closed[EXPERIMENTS] = 400
-    report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
-    assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")
-
-
-def test_a_token_is_sent_and_never_printed(doctor, instance, tmp_path):
-    (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
-    instance.status = 401
-    options = ("--endpoint", instance.url, "--token-file", str(tmp_path / "token"))
-    report = doctor(options=options)
-    assert set(instance.asked) == {"Bearer ey-secret"}
-    assert of(report)["state"] == "fail"
-    assert "ey-secret" not in str(report)
-
-
-def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
-    instance.answer = {}
-    found = of(doctor(options=("--endpoint", instance.url)))
-    assert (found["state"], found["remedy"]) == (
-        "warn", f"curl --include {instance.url}/apis/v2beta1/healthz",
-    )  # fmt: skip
+    instance.answer["multi_user"], instance.closed[EXPERIMENTS] = False, 400
+    report, found = asked("--namespace", "kubeflow")
+    assert (report.code, found["message"]) == (0, f"{instance.url} is KFP 2.17.0")
 
 
 @pytest.mark.parametrize("status", [401, 403, 500])
-def test_an_instance_that_refuses(doctor, instance, status):
+def test_an_instance_that_refuses_is_sent_a_token_that_is_never_printed(
+    asked, instance, tmp_path, status
+):
+    (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
     instance.status = status
-    report = doctor(options=("--endpoint", instance.url))
+    report, found = asked("--token-file", str(tmp_path / "token"))
+    assert set(instance.asked) == {"Bearer ey-secret"}
+    assert "ey-secret" not in str(report)
+    report, found = asked()
     assert report.failed() == ["KFP instance"]
-    assert str(status) in of(report)["message"]
-    assert of(report)["remedy"].startswith("curl --include")
+    assert str(status) in found["message"]
+    assert found["remedy"].startswith("curl --include")
 
 
 def test_without_a_valid_endpoint_the_option_is_named(doctor):
     report = doctor(options=("--endpoint", "ftp://kfp"))
     assert (report.code, report.failed()) == (1, ["KFP instance"])
-    assert "is not the URL of a KFP instance" in of(report)["message"]
-    assert of(doctor())["state"] == "skipped"
-    assert "add --endpoint" in of(doctor())["message"]
+    assert "is not the URL of a KFP instance" in report["KFP instance"]["message"]
+    found = doctor()["KFP instance"]
+    assert (found["state"], "add --endpoint" in found["message"]) == ("skipped", True)
 
 
 AWAY = "http://127.0.0.1:1"

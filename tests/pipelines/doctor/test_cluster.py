@@ -16,15 +16,6 @@ from tests.pipelines.doctor.conftest import IMAGE
 CONTROLLER, PLACE = "jobset-controller-manager", "jobset-system"
 
 
-@pytest.fixture
-def of_auto(doctor):
-    def call(*settings, options=()):
-        return doctor("cluster.launcher=auto", IMAGE, *settings, options=options)
-
-    return call
-
-
-@pytest.mark.usefixtures("kube")
 def test_auto_takes_tfjob_where_it_is_alone_and_nothing_where_neither_is_served(of_auto, kube):
     report = of_auto()
     said = "auto selects tfjob: the cluster serves TFJobs, but no JobSets"
@@ -34,15 +25,11 @@ def test_auto_takes_tfjob_where_it_is_alone_and_nothing_where_neither_is_served(
     report = of_auto()
     assert (report.code, report.failed()) == (1, ["engine"])
     found = report["engine"]
-    assert found["message"] == (
-        "the cluster serves neither JobSets nor TFJobs: no engine is installed"
-    )
+    said = "the cluster serves neither JobSets nor TFJobs: no engine is installed"
+    assert found["message"] == said
     assert found["remedy"].startswith("kubectl apply --server-side --filename https://github.com/")
     # If no job is created, there is nothing else to report.
     assert {"admission", "quota", "JobSet CRD", "TFJob CRD"}.isdisjoint(report.states())
-
-
-def test_an_api_that_fails_or_is_not_there(kube, of_auto):
     kube.faults.add("GET .*/apis/jobset", 500)
     report = of_auto()
     assert report.failed() == ["engine"]
@@ -117,23 +104,12 @@ def test_a_local_run_has_the_engine_examined_that_auto_takes(doctor):
 @pytest.mark.parametrize(
     ("launcher", "said"),
     [
-        (
-            "tfjob",
-            (
-                "tfjobs.kubeflow.org/v1 is not served: the training operator is missing or",
-                "overlays/standalone?ref=v1.9.4'",
-            ),
-        ),
-        (
-            "jobset",
-            (
-                "jobsets.jobset.x-k8s.io/v1alpha2 is not served: the JobSet controller is "
-                "missing or",
-                "/v0.12.0/manifests.yaml",
-            ),
-        ),
+        ("tfjob", ("tfjobs.kubeflow.org/v1 is not served: the training operator is missing or",
+                   "overlays/standalone?ref=v1.9.4'")),
+        ("jobset", ("jobsets.jobset.x-k8s.io/v1alpha2 is not served: the JobSet controller is "
+                    "missing or", "/v0.12.0/manifests.yaml")),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize(
     "kinds", [{}, {"kubeflow.org/v1": ["notebooks"], "jobset.x-k8s.io/v1alpha1": ["jobsets"]}]
 )
@@ -167,44 +143,37 @@ def test_the_operator_is_seen_by_its_deployment_and_its_pods(of_job, kube):
     assert found["remedy"].startswith("kubectl apply --server-side --kustomize")
 
 
-@pytest.fixture
-def deployment(jobset):
-    """Return a function that replaces the controller's deployment with an unusual one."""
-
-    def give(place, name, image):
-        jobset.store.remove("deployments", PLACE, CONTROLLER)
-        tree = {
-            "metadata": {"name": name},
-            "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
-            "status": {"readyReplicas": 1},
-        }
-        jobset.store.create("deployments", place, tree)
-
-    return give
+ANOTHER = "registry.example.com/jobset"
+OPERATOR = "jobset-operator"
 
 
 @pytest.mark.parametrize(
     ("place", "name", "image"),
     [
         # These are a release before 0.11, the Helm chart, Kubeflow Trainer, and a vendor's build.
-        (PLACE, CONTROLLER, "registry.example.com/jobset/jobset:v0.10.1"),
+        (PLACE, CONTROLLER, f"{ANOTHER}/jobset:v0.10.1"),
         ("batch", "jobset-controller", "registry.example.com/mirror/js:v0.12.0"),
-        ("kubeflow-system", CONTROLLER, "registry.example.com/jobset/jobset:v0.12.0"),
+        ("kubeflow-system", CONTROLLER, f"{ANOTHER}/jobset:v0.12.0"),
         ("vendor", "js", "registry.example.com:5000/jobset/jobset:v0.12.0@sha256:0a"),
+        # An operator of the controller is not the controller.
+        ("vendor", OPERATOR, f"{ANOTHER}-operator:1"),
     ],
 )
-def test_a_controller_that_was_installed_in_another_way(of_jobset, deployment, place, name, image):
-    deployment(place, name, image)
+def test_a_controller_that_was_installed_in_another_way(of_jobset, jobset, place, name, image):
+    jobset.store.remove("deployments", PLACE, CONTROLLER)
+    tree = {
+        "metadata": {"name": name},
+        "spec": {"template": {"spec": {"containers": [{"image": image}]}}},
+        "status": {"readyReplicas": 1},
+    }
+    jobset.store.create("deployments", place, tree)
     found = of_jobset()["JobSet controller"]
-    assert found["state"] == "ok"
-    assert found["message"].startswith(f"the deployment {name} in {place} is ready")
-
-
-def test_an_operator_of_the_controller_is_not_the_controller(of_jobset, deployment):
-    deployment("vendor", "jobset-operator", "registry.example.com/jobset-operator:1")
-    found = of_jobset()["JobSet controller"]
-    assert found["message"] == "the cluster has no deployment of the JobSet controller"
-    assert found["state"] == "fail"
+    if name == OPERATOR:
+        said = "the cluster has no deployment of the JobSet controller"
+        assert (found["state"], found["message"]) == ("fail", said)
+    else:
+        assert found["state"] == "ok"
+        assert found["message"].startswith(f"the deployment {name} in {place} is ready")
 
 
 def test_a_version_that_is_too_old(jobset, of_jobset):
@@ -288,22 +257,20 @@ def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part
 
 
 @pytest.mark.parametrize(
-    ("version", "state", "message"),
+    ("part", "version", "state", "message"),
     [
-        ("2.17.0", "ok", "it"),
-        ("v2.17.0", "ok", "it"),
-        ("2.18.1", "ok", "it; Flotilla was tested only with 2.17.0"),
-        ("2.5.0", "warn", "it; Flotilla requires Kubeflow Pipelines 2.17 or later"),
-        ("dev", "ok", "it"),
+        (cluster.KFP, "2.17.0", "ok", "it"),
+        (cluster.KFP, "v2.17.0", "ok", "it"),
+        (cluster.KFP, "2.18.1", "ok", "it; Flotilla was tested only with 2.17.0"),
+        (cluster.KFP, "2.5.0", "warn", "it; Flotilla requires Kubeflow Pipelines 2.17 or later"),
+        (cluster.KFP, "dev", "ok", "it"),
+        # A patch of a minor version that was run is one that was run.
+        (cluster.KUBERNETES, "v1.33.4-gke.1", "ok", "it"),
     ],
 )
-def test_a_version_is_judged(version, state, message):
-    found = cluster.judge_version(cluster.KFP, version, "it")
+def test_a_version_is_judged(part, version, state, message):
+    found = cluster.judge_version(part, version, "it")
     assert (found.state, found.message) == (state, message)
-
-
-def test_a_patch_of_a_minor_version_that_was_run_is_one():
-    assert cluster.judge_version(cluster.KUBERNETES, "v1.33.4-gke.1", "it").message == "it"
 
 
 def test_the_version_of_the_cluster_is_judged(kube, of_job):

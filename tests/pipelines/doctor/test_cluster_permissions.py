@@ -19,10 +19,8 @@ def test_a_service_account_that_may_not_be_read(kube, of_job):
     robot = "cluster.kubernetes.pod.service_account=robot"
     report = of_job(robot)
     assert report.failed() == ["service accounts of tasks"]
-    assert (
-        report["admission"]["message"]
-        == "a required check did not succeed: service accounts of tasks"
-    )
+    said = "a required check did not succeed: service accounts of tasks"
+    assert report["admission"]["message"] == said
     kube.faults.add("GET .*/serviceaccounts/robot", 403)
     report = of_job(robot)
     assert report.failed() == ["admission"]
@@ -31,15 +29,13 @@ def test_a_service_account_that_may_not_be_read(kube, of_job):
     assert report["admission"]["remedy"] == said
 
 
-def test_a_full_quota(kube, of_job):
+def test_a_full_quota_and_an_operator_whose_webhook_nobody_answers(kube, of_job):
     tree = {"metadata": {"name": "team"}, "spec": {"hard": {"count/tfjobs.kubeflow.org": "0"}}}
     kube.store.create("resourcequotas", NAMESPACE, tree)
     found = of_job()["admission"]
     assert found["message"].startswith(f"the namespace {NAMESPACE} refuses the job: tfjobs.")
     assert found["remedy"] == f"kubectl describe resourcequotas --namespace {NAMESPACE}"
-
-
-def test_an_operator_whose_webhook_nobody_answers(kube, of_job):
+    kube.store.remove("resourcequotas", NAMESPACE, "team")
     kube.server.control.is_webhook_silent = True
     report = of_job()
     assert report.failed() == ["admission"]

@@ -19,6 +19,10 @@ def looked(checks):
     return {name: (finding.state, finding.message) for name, finding in answer}
 
 
+def fine():
+    return OK
+
+
 def failing(error):
     def look():
         raise error
@@ -64,56 +68,41 @@ class Mark:
 
 
 def test_what_a_check_raises_is_a_finding_and_hides_only_what_needs_it():
-    found = looked(
-        [
-            Check(name="a", look=failing(UserError("mend it"))),
-            Check(name="b", look=failing(KeyError("bug\nhere"))),
-            Check(name="c", look=lambda: OK),
-        ]
-    )
-    assert found == {
+    looks = {"a": failing(UserError("mend it")), "b": failing(KeyError("bug\nhere")), "c": fine}
+    assert looked([Check(name=name, look=look) for name, look in looks.items()]) == {
         "a": ("fail", "mend it"),
         "b": ("fail", "the check itself failed: KeyError: 'bug\\nhere'"),
         "c": ("ok", "fine"),
     }
-    found = looked(
-        [
-            Check(name="a", look=lambda: Finding("fail", "")),
-            Check(name="b", look=failing(AssertionError()), needs=("a",)),
-            Check(name="c", look=failing(AssertionError()), needs=("b",)),
-            Check(name="d", look=lambda: Finding("warn", "")),
-            Check(name="e", look=lambda: OK, needs=("d",)),
-        ]
-    )
+    rows = [
+        ("a", lambda: Finding("fail", ""), ()), ("b", failing(AssertionError()), ("a",)),
+        ("c", failing(AssertionError()), ("b",)), ("d", lambda: Finding("warn", ""), ()),
+        ("e", fine, ("d",)),
+    ]  # fmt: skip
+    found = looked([Check(name=name, look=look, needs=needs) for name, look, needs in rows])
     assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
     assert found["c"][1] == "a required check did not succeed: b"
 
 
-def test_where_a_check_finds_nothing_the_command_shows_more(release):
-    looks = {
-        "a": failing(UserError("")),
-        "b": failing(KeyError()),
-        "c": lambda: release.wait(60) and OK,
-        "d": lambda: OK,
-    }
+def test_one_that_hangs_is_given_up_and_its_command_shows_more(release):
+    def hang():
+        return release.wait(60) and OK
+
+    looks = {"a": failing(UserError("")), "b": failing(KeyError()), "c": hang, "d": fine}
     checks = [
         Check(name=n, look=look, seconds=0.1 if n == "c" else 60, show="ls")
         for n, look in looks.items()
     ]
     found = examine(checks, lambda *_: None)
     assert [each.remedy for each in found] == ["ls", "ls", "ls", ""]
-
-
-def test_one_that_hangs_is_given_up(release):
-    found = looked(
+    assert looked(
         [
-            Check(name="a", look=lambda: release.wait(60) and OK, seconds=0.2),
-            Check(name="b", look=lambda: OK),
+            Check(name="a", look=hang, seconds=0.2),
+            Check(name="b", look=fine),
             Check(name="c", look=failing(AssertionError()), needs=("a",)),
-            Check(name="d", look=lambda: OK, needs=("b",)),
+            Check(name="d", look=fine, needs=("b",)),
         ]
-    )
-    assert found == {
+    ) == {
         "a": ("fail", "the check did not finish within 0.2 s"),
         "b": ("ok", "fine"),
         "c": ("skipped", "a required check did not succeed: a"),

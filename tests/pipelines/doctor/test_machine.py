@@ -13,6 +13,7 @@ from flotilla.pipelines.cli import app
 from flotilla.pipelines.doctor import machine
 from flotilla.pipelines.doctor.machine import consistent
 from flotilla.trainer.config.load import parse_config
+from tests.conftest import ROOT
 from tests.pipelines.doctor.conftest import content
 
 Usage = namedtuple("Usage", "total used free")
@@ -33,9 +34,8 @@ def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
     assert (report.code, report.answer["message"]) == (0, "")
     names = ["configuration", "packages", "disk", "loopback", "storage"]
     assert [report.states()[name] for name in names] == ["ok"] * 5
-    assert (
-        "async_parameter_server with 1 ps, 2 worker, 1 chief" in report["configuration"]["message"]
-    )
+    said = "async_parameter_server with 1 ps, 2 worker, 1 chief"
+    assert said in report["configuration"]["message"]
     assert content(tmp_path) == before
 
 
@@ -53,15 +53,18 @@ def test_every_check_is_one_line_with_and_without_json(doctor, capsys):
     assert err == ""
 
 
-def test_a_wrong_configuration_or_file_is_a_check_and_wrong_usage(doctor):
+def test_a_wrong_configuration_file_or_folder_is_wrong_usage(doctor, tmp_path):
     report = doctor("cluster.workers=99")
-    assert report.code == 2
-    assert report.failed() == ["configuration"]
+    assert (report.code, report.failed()) == (2, ["configuration"])
     assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
     assert report.states()["loopback"] == "ok"
     report = doctor(options=("none.yaml",))
     assert report.code == 2
     assert "cannot read the configuration none.yaml" in report["configuration"]["message"]
+    (tmp_path / "home").rmdir()
+    report = doctor()
+    assert (report.code, report.answer.get("checks")) == (2, None)
+    assert "the current folder was removed" in report.err
 
 
 @pytest.mark.parametrize(
@@ -76,7 +79,8 @@ def test_a_wrong_configuration_or_file_is_a_check_and_wrong_usage(doctor):
 )  # fmt: skip
 @pytest.mark.usefixtures("kube")
 def test_keys_that_do_not_go_together(of_job, setting, said, remedy):
-    report = of_job(setting)
+    # What is wrong is said before what may be wrong.
+    report = of_job(setting, "data.manual_dir=/no/such")
     assert report.failed()[0] == "configuration"
     assert said in report["configuration"]["message"]
     assert remedy in report["configuration"]["remedy"]
@@ -92,15 +96,6 @@ def test_a_folder_that_all_pods_share_may_be_the_root():
     assert consistent(parse_config(tree)).state == "ok"
     tree["storage"] = {"root": "file:///database"}
     assert consistent(parse_config(tree)).state == "fail"
-
-
-def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor, tmp_path):
-    found = doctor("data.manual_dir=/no/such")["configuration"]
-    assert (found["state"], found["message"]) == (
-        "fail", "data.manual_dir: there is no folder /no/such",
-    )  # fmt: skip
-    assert "data.manual_dir=FOLDER" in found["remedy"]
-    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -121,28 +116,20 @@ def test_files_that_are_not_here_may_be_where_the_steps_run(
     # Do not wait between the attempts to reach the instance, because its port stays closed.
     monkeypatch.setattr("urllib3.util.retry.Retry.get_backoff_time", lambda _: 0)
     report = doctor("data.manual_dir=/no/such folder", *settings, options=options)
-    found = report["configuration"]
-    assert (found["state"], found["message"]) == (
-        "warn",
-        "data.manual_dir: /no/such folder is not on this machine; on a KFP instance, the folder "
-        "must be in the image or in a volume",
-    )
-    assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"
-    assert "configuration" not in report.failed()
+    assert report["configuration"] == {
+        "name": "configuration", "state": "warn",
+        "message": "data.manual_dir: /no/such folder is not on this machine; on a KFP instance, "
+        "the folder must be in the image or in a volume",
+        "remedy": "docker run --rm HOST/NAME:TAG ls '/no/such folder'",
+    }  # fmt: skip
 
 
-@pytest.mark.usefixtures("kube")
-def test_what_is_wrong_is_said_before_what_may_be(of_job):
-    report = of_job("data.manual_dir=/no/such", "cluster.in_process=true")
-    assert report["configuration"]["message"].startswith("cluster.in_process: not supported with")
-    assert "configuration" in report.failed()
-
-
-def test_where_the_current_folder_was_removed(doctor, tmp_path):
-    (tmp_path / "home").rmdir()
-    report = doctor()
-    assert (report.code, report.answer.get("checks")) == (2, None)
-    assert "the current folder was removed" in report.err
+def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor, tmp_path):
+    found = doctor("data.manual_dir=/no/such")["configuration"]
+    said = "data.manual_dir: there is no folder /no/such"
+    assert (found["state"], found["message"]) == ("fail", said)
+    assert "data.manual_dir=FOLDER" in found["remedy"]
+    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
 
 
 @pytest.mark.parametrize(
@@ -169,12 +156,11 @@ def test_no_package_is_loaded_to_find_it():
     program = (
         "import sys; from flotilla.pipelines.cli import housekeeping; "
         "from flotilla.pipelines.doctor import machine; "
-        "from flotilla.trainer.config.schema import "
-        "Config; assert machine.packages(Config()).state == 'ok'; "
+        "from flotilla.trainer.config.schema import Config; "
+        "assert machine.packages(Config()).state == 'ok'; "
         "sys.exit(bool({'tensorflow', 'keras', 'tensorflow_datasets', 'sklearn'} & {*sys.modules}))"
     )
-    root = Path(__file__).parents[3]
-    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
 
 
 def test_the_ports_of_this_machine(doctor, monkeypatch):
