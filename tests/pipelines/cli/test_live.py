@@ -9,44 +9,23 @@ from flotilla.components.records.step_record import StepRecord
 from flotilla.pipelines.cli import live
 from flotilla.pipelines.cli.live import Display, Steps, SweepDisplay
 from flotilla.pipelines.runs.kfp_run import Nodes, RemoteRun, Step
-from flotilla.trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    DataNote,
-    EvaluatorLeft,
-    FromScratch,
-    HandedOn,
-    Interrupted,
-    LeaseAwaited,
-    LeaseTakenOver,
-    NewestVersion,
-    Progress,
-    Restart,
-    RunBegin,
-    ServersLost,
-    Stalled,
-    TableEmpty,
-    TaskFailed,
-    Validation,
-    WarmStart,
-    WorkProgress,
-)
+from flotilla.trainer import events
 from flotilla.trainer.sweeps.sweep import Objective, Result, Sweep, Trial
 from tests.pipelines.step_events import begun, done, ended
 
 
 def progress(step, time, **fields):
     known = {"loss": 0.25, "steps_per_second": 99.6, "seconds_left": 12.4, "steps": 300}
-    return Progress(**{"time": time, "global_step": step, **known, **fields})
+    return events.Progress(**{"time": time, "global_step": step, **known, **fields})
 
 
 @pytest.fixture
 def lines_of(capsys):
     """Return a function that shows events and returns the lines on standard error."""
 
-    def show(*events):
+    def show(*shown):
         with Display() as display:
-            for event in events:
+            for event in shown:
                 display(event)
         out, err = capsys.readouterr()
         assert not out
@@ -83,61 +62,60 @@ EVENTS = {
          ["global step 60/300  loss 0.25  100 steps/s  12 s left"]),
     ],
     "an error in the output of a task is shown at the end of the run": [
-        ([TaskFailed(task="chief-0", cause="exit code 2",
+        ([events.TaskFailed(task="chief-0", cause="exit code 2",
                      last_lines=(*NOISE, "flotilla: model a:b: cannot import a"))],
          ["chief-0 ended with exit code 2"]),
-        ([TaskFailed(task="chief-0", cause="exit code 1", last_lines=NOISE)],
+        ([events.TaskFailed(task="chief-0", cause="exit code 1", last_lines=NOISE)],
          ["chief-0 ended with exit code 1:", *NOISE]),
-        ([TaskFailed(task="ps-0", cause="signal SIGKILL", log="log.txt",
+        ([events.TaskFailed(task="ps-0", cause="signal SIGKILL", log="log.txt",
                      last_lines=("[one]", "two"))],
          ["ps-0 ended with signal SIGKILL:", "[one]", "two"]),
     ],
     "incidents": [
-        ([AttemptBegin(global_step=0, steps=9, resumed=False)], []),
-        ([Restart(task="worker-0", cause="signal SIGKILL", restarts=1)],
+        ([events.AttemptBegin(global_step=0, steps=9, resumed=False)], []),
+        ([events.Restart(task="worker-0", cause="signal SIGKILL", restarts=1)],
          ["worker-0 ended with signal SIGKILL and is restarted"]),
-        ([AttemptBegin(global_step=500, steps=900, resumed=True)],
+        ([events.AttemptBegin(global_step=500, steps=900, resumed=True)],
          ["training resumes from global step 500"]),
-        ([Stalled(tasks=("ps-0", "worker-1"), seconds=120.0)],
+        ([events.Stalled(tasks=("ps-0", "worker-1"), seconds=120.0)],
          ["no progress for 2 min 00 s: no response from ps-0, worker-1"]),
-        ([EvaluatorLeft(reason="no [room]")],
+        ([events.EvaluatorLeft(reason="no [room]")],
          ["training continues without the evaluator: no [room]"]),
-        ([CheckpointPassedOver(uri=LONG, reason=DAMAGE)],
+        ([events.CheckpointPassedOver(uri=LONG, reason=DAMAGE)],
          [f"skipped {LONG}: {DAMAGE}"]),
-        ([RunBegin(run_id="digits-1", number=1)], []),
-        ([ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)],
+        ([events.RunBegin(run_id="digits-1", number=1)], []),
+        ([events.ServersLost(servers=("ps-1",), recovery="partial", global_step=510, back_to=400)],
          ["ps-1 lost at global step 510; partial recovery: only its variables go 110 steps back "
           "to 400; the others are kept"]),
     ],
     "the begin of a run": [
-        ([NewestVersion(dataset="digits", version="1.0.0")],
+        ([events.NewestVersion(dataset="digits", version="1.0.0")],
          ["the newest version of digits is 1.0.0"]),
-        ([DataNote(text="'a' is text; set data.types: {a: class}")],
+        ([events.DataNote(text="'a' is text; set data.types: {a: class}")],
          ["note: 'a' is text; set data.types: {a: class}"]),
-        ([DataNote(text="constant: 'b' has one value", is_warning=True)],
+        ([events.DataNote(text="constant: 'b' has one value", is_warning=True)],
          ["warning: constant: 'b' has one value"]),
-        ([FromScratch(reason="digits has no champion yet below file:///r")],
+        ([events.FromScratch(reason="digits has no champion yet below file:///r")],
          ["training begins from scratch: digits has no champion yet below file:///r"]),
-        ([WarmStart(uri="gs://b/step-00000005")],
+        ([events.WarmStart(uri="gs://b/step-00000005")],
          ["training begins with the weights of gs://b/step-00000005"]),
-        ([WarmStart(uri="gs://b/a.keras", taken=6, what="6 variables taken, 2 excluded (a, b)")],
-         ["training begins with the weights of gs://b/a.keras: 6 variables taken, 2 excluded "
-          "(a, b)"]),
-        ([HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by validation loss")],
-         ["global step 9 of 12 is selected: best by validation loss"]),
-        ([TableEmpty(table="user_embedding", why="it was frozen")],
+        ([events.WarmStart(uri="gs://a.keras", taken=6, what="6 variables taken, 2 excluded (a)")],
+         ["training begins with the weights of gs://a.keras: 6 variables taken, 2 excluded (a)"]),
+        ([events.HandedOn(uri="gs://b/s", global_step=9, trained=12, why="best by val. loss")],
+         ["global step 9 of 12 is selected: best by val. loss"]),
+        ([events.TableEmpty(table="user_embedding", why="it was frozen")],
          ["warning: the table user_embedding has no rows, so its ids share one row per shard: it "
           "was frozen"]),
-        ([LeaseAwaited(**HELD, until="2027-01-15 08:00:00 UTC")],
+        ([events.LeaseAwaited(**HELD, until="2027-01-15 08:00:00 UTC")],
          ["waiting for the lease of file:///c: run a (process 7 on h) may be dead, but holds it "
           "until 2027-01-15 08:00:00 UTC"]),
-        ([LeaseTakenOver(**HELD, reason="has ended")],
+        ([events.LeaseTakenOver(**HELD, reason="has ended")],
          ["took over the lease of file:///c from run a (process 7 on h), which has ended"]),
     ],
     "a request to end": [
-        ([begun("train_model"), Interrupted()],
+        ([begun("train_model"), events.Interrupted()],
          ["train_model ...", "stopping: saving the last checkpoint"]),
-        ([begun("prepare_data"), Interrupted()], ["prepare_data ...", "stopping"]),
+        ([begun("prepare_data"), events.Interrupted()], ["prepare_data ...", "stopping"]),
     ],
 }  # fmt: skip
 
@@ -145,7 +123,7 @@ EVENTS = {
 @pytest.mark.parametrize("rows", EVENTS.values(), ids=EVENTS)
 def test_the_lines_of_events(lines_of, rows):
     expected = [line for _, lines in rows for line in lines]
-    assert lines_of(*(event for events, _ in rows for event in events)) == expected
+    assert lines_of(*(event for given, _ in rows for event in given)) == expected
 
 
 def test_only_a_terminal_that_can_draw_again_has_more_than_lines(lines_of, monkeypatch):
@@ -164,11 +142,11 @@ def test_a_terminal_shows_what_goes_on(lines_of):
     assert "starting the next step" in "".join(lines_of(*done("prepare_data")))
     assert "ending" in "".join(lines_of(*done("prepare_data"), *done("finish")))
     assert "export_model" in "".join(lines_of(begun("export_model")))
-    found = Validation(global_step=150, metrics={"accuracy": 0.98765})
+    found = events.Validation(global_step=150, metrics={"accuracy": 0.98765})
     text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
     assert "accuracy 0.9877" in text
     assert "at 150" in text
-    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), Interrupted()))
+    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), events.Interrupted()))
     assert "train_model  stopping: saving the last checkpoint" in text
     assert "\x1b[31mfailed\x1b[0m" in "".join(lines_of(ended("train_model", "failed", 1)))
 
@@ -176,7 +154,9 @@ def test_a_terminal_shows_what_goes_on(lines_of):
 @pytest.mark.usefixtures("terminal")
 def test_a_note_goes_on_between_words_on_a_terminal(lines_of, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
-    text = "\n".join(lines_of(DataNote(text="the column 'a' has one value, which says nothing")))
+    text = "\n".join(
+        lines_of(events.DataNote(text="the column 'a' has one value, which says nothing"))
+    )
     assert "note: the column 'a' has one value,\nwhich says nothing\n" in text
 
 
@@ -185,8 +165,8 @@ def test_with_a_terminal_progress_is_a_bar(lines_of):
     text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
     assert all(each in text for each in ("150/300", "loss 0.25 ", "━"))
     assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
-    events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
-    assert "40/50" in "".join(lines_of(*events))
+    given = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
+    assert "40/50" in "".join(lines_of(*given))
 
 
 @pytest.mark.usefixtures("terminal")
@@ -211,7 +191,7 @@ def in_sight(lines):
 def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     metrics = {f"metric_{n}": 0.5 for n in range(12)}
-    found = Validation(global_step=150, metrics=metrics)
+    found = events.Validation(global_step=150, metrics=metrics)
     plain = in_sight(lines_of(begun("train_model"), progress(150, 1.0), found))
     assert any("150/300" in line for line in plain) or columns == "20"
     assert max(map(len, plain)) <= int(columns)
@@ -221,7 +201,7 @@ def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns)
 def work(share=0.43, time=1000.0, **fields):
     known = {"what": "reading the files", "unit": "rows", "done": 1_290_000, "seconds": 40.0}
     known |= {"rate": 410_000.0, "seconds_left": 72.0, "share": share}
-    return WorkProgress(**{"time": time, **known, **fields})
+    return events.WorkProgress(**{"time": time, **known, **fields})
 
 
 class TestWork:
@@ -330,7 +310,7 @@ class TestSweep:
         assert found.share({}) == pytest.approx(900 / 2100)
         found = sweep_of(replace(trials[0], rung=1), *trials[1:], rungs=found.rungs)
         assert found.share({1: 0.5}) == pytest.approx(1000 / 2100)
-        display(trial(1, "running"), Interrupted())
+        display(trial(1, "running"), events.Interrupted())
         assert display._work().what == "sweep: stopping: saving the last checkpoints"
 
 

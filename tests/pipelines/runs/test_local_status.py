@@ -13,17 +13,8 @@ import pytest
 from flotilla.pipelines.cli import runs as commands
 from flotilla.pipelines.runs import control, local, local_status
 from flotilla.pipelines.runs.local import LocalRun
+from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.events import (
-    Interrupted,
-    Progress,
-    RunBegin,
-    RunEnd,
-    StepBegin,
-    StepEnd,
-    Suspension,
-    to_tree,
-)
 from tests.pipelines.called import calling, setting
 
 # A program that starts another process with a run's arguments, and prints its exit code.
@@ -48,18 +39,18 @@ print("child", child.wait(), flush=True)
 
 
 def line(event):
-    return json.dumps(to_tree(event)) + "\n"
+    return json.dumps(events.to_tree(event)) + "\n"
 
 
 def ended(step, status="done", **more):
-    end = StepEnd(step=step, status=status, **{"seconds": 2.0, **more})
-    return line(StepBegin(step=step)) + line(end)
+    end = events.StepEnd(step=step, status=status, **{"seconds": 2.0, **more})
+    return line(events.StepBegin(step=step)) + line(end)
 
 
 # The last events of a run that was not killed.
-FINISHED = ended("finish") + line(RunEnd())
-FIRST = line(RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
-AGAIN = line(RunBegin(run_id="digits-1", number=2))
+FINISHED = ended("finish") + line(events.RunEnd())
+FIRST = line(events.RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
+AGAIN = line(events.RunBegin(run_id="digits-1", number=2))
 
 
 @pytest.fixture
@@ -85,8 +76,10 @@ def flotilla(folder, remote, monkeypatch):
 @pytest.fixture
 def going(folder):
     """Return the process that follows the active run."""
-    train = StepBegin(step="train_model")
-    progress = Progress(global_step=20, steps=100, loss=0.5, steps_per_second=9.0, seconds_left=9.0)
+    train = events.StepBegin(step="train_model")
+    progress = events.Progress(
+        global_step=20, steps=100, loss=0.5, steps_per_second=9.0, seconds_left=9.0
+    )
     (folder / "events.jsonl").write_text(ended("prepare_data") + line(train) + line(progress))
     with starting(folder, "flotilla") as process:
         yield process
@@ -124,8 +117,8 @@ def test_a_run_that_has_ended(flotilla, folder):
     assert answer.err.startswith(f"flotilla: run {folder.name} is ")
     assert answer.err.endswith(f"; read its log with: flotilla logs {folder.name}\n")
     # A status that a newer version has recorded is printed as it is.
-    with (folder / "events.jsonl").open("a") as events:
-        events.write(ended("teleport_model", status="[sent]") + line(RunEnd()))
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(ended("teleport_model", status="[sent]") + line(events.RunEnd()))
     answer = flotilla("status", "digits-1")
     assert (answer.code, "teleport_model  [sent]" in answer.out) == (0, True)
 
@@ -137,7 +130,7 @@ def test_a_run_that_has_ended(flotilla, folder):
 @pytest.mark.usefixtures("going")
 def test_a_run_whose_job_is_suspended_is_queueing(flotilla, folder, is_over, message):
     with (folder / "events.jsonl").open("a") as file:
-        file.write(line(Suspension(is_over=is_over, was_running=True)))
+        file.write(line(events.Suspension(is_over=is_over, was_running=True)))
     answer = flotilla("status", "digits-1", "--json")
     assert (answer.json["status"], answer.json["message"]) == ("running", message)
 
@@ -157,21 +150,21 @@ def test_a_run_that_goes_on(flotilla, going):
 
 
 @pytest.mark.parametrize(
-    ("events", "status", "message"),
+    ("said", "status", "message"),
     [
-        (ended("prepare_data") + line(StepBegin(step="train_model")), "failed", ""),
+        (ended("prepare_data") + line(events.StepBegin(step="train_model")), "failed", ""),
         (ended("prepare_data") + ended("train_model"), "failed", ""),
         (ended("train_model") + ended("evaluate_model"), "failed", "did not finish"),
         # `flotilla train` has no exit step.
-        (ended("prepare_data") + ended("train_model") + line(RunEnd()), "done", ""),
+        (ended("prepare_data") + ended("train_model") + line(events.RunEnd()), "done", ""),
         # Of a resumed run, the newest start counts.
         (FIRST + FINISHED + AGAIN + ended("train_model") + FINISHED, "done", ""),
         # A start that was killed before its first step has only its first event.
         (FIRST + FINISHED + AGAIN, "failed", "did not finish"),
     ],
 )
-def test_a_run_that_was_killed_or_resumed(flotilla, folder, events, status, message):
-    (folder / "events.jsonl").write_text(events)
+def test_a_run_that_was_killed_or_resumed(flotilla, folder, said, status, message):
+    (folder / "events.jsonl").write_text(said)
     answer = flotilla("status", "digits-1", "--json").json
     assert (answer["status"], message in answer["message"]) == (status, True)
 
@@ -240,8 +233,8 @@ def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, goi
 
 
 def test_cancel_again_leaves_the_last_checkpoint_to_be_published(flotilla, folder, going):
-    with (folder / "events.jsonl").open("a") as events:
-        events.write(line(Interrupted()))
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(line(events.Interrupted()))
     answer = flotilla("cancel", "digits-1", "--json")
     assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert "run digits-1 is already being cancelled" in answer.err

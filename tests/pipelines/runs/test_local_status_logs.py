@@ -4,22 +4,14 @@ import pytest
 
 from flotilla.pipelines.runs import local_status
 from flotilla.pipelines.runs.log_view import LogView
-from flotilla.trainer.events import (
-    AttemptBegin,
-    RunBegin,
-    StepBegin,
-    StepEnd,
-    TaskFailed,
-    UserCodeFailed,
-    to_tree,
-)
+from flotilla.trainer import events
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 TRACE = 'Traceback (most recent call last):\n  File "{file}", line 2, in build\n    return 1 / 0\n'
 
 
 def write_events(folder, *found):
-    text = "".join(f"{json.dumps(to_tree(each))}\n" for each in found)
+    text = "".join(f"{json.dumps(events.to_tree(each))}\n" for each in found)
     with (folder / "events.jsonl").open("a") as file:
         file.write(text)
 
@@ -36,9 +28,9 @@ def folder(tmp_path):
     )
     write_events(
         tmp_path,
-        RunBegin(run_id="r", number=1, time=9.0),
-        StepBegin(step="train_model", time=10.5),
-        AttemptBegin(global_step=0, steps=9, resumed=False, time=13.0),
+        events.RunBegin(run_id="r", number=1, time=9.0),
+        events.StepBegin(step="train_model", time=10.5),
+        events.AttemptBegin(global_step=0, steps=9, resumed=False, time=13.0),
     )
     return tmp_path
 
@@ -99,14 +91,14 @@ def test_a_failure_names_the_step_the_log_and_the_line_of_the_user(
     of_training = step == "train_model"
     write_events(
         folder,
-        UserCodeFailed(error="x", traceback=trace),
-        TaskFailed(task="chief-0", cause="exit code 1", log="log of it"),
-        StepEnd(step=step, status="failed", traceback="" if of_training else trace),
-        StepEnd(step="finish", status="failed"),
+        events.UserCodeFailed(error="x", traceback=trace),
+        events.TaskFailed(task="chief-0", cause="exit code 1", log="log of it"),
+        events.StepEnd(step=step, status="failed", traceback="" if of_training else trace),
+        events.StepEnd(step="finish", status="failed"),
     )
     found = local_status.find_failure(folder)
     assert found.step == ("train_model" if of_training else "evaluate_model")
     assert str(found.log) == ("log of it" if of_training else str(folder / "pipeline.log"))
     assert found.frame == "net.py:2 in build: return 1 / 0"
-    write_events(folder, RunBegin(run_id="r", number=2))
+    write_events(folder, events.RunBegin(run_id="r", number=2))
     assert local_status.find_failure(folder) is None

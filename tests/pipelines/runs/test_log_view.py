@@ -5,18 +5,6 @@ import pytest
 
 from flotilla.pipelines.runs.log_view import Line, LogText, LogView, RunnerText, split_times
 from flotilla.trainer import events
-from flotilla.trainer.events import (
-    AttemptBegin,
-    CheckpointPublished,
-    HandedOn,
-    NewestVersion,
-    Progress,
-    StepBegin,
-    StepEnd,
-    TaskFailed,
-    Validation,
-    to_tree,
-)
 
 TRACE = """\
 Traceback (most recent call last):
@@ -43,16 +31,16 @@ def written(*lines, **options):
 
 
 def ended(step, status="done", **more):
-    return of_event(StepEnd(step=step, status=status, seconds=2.0, **more))
+    return of_event(events.StepEnd(step=step, status=status, seconds=2.0, **more))
 
 
 def progress(second, step):
     numbers = {"steps": 9999, "loss": 0.5, "steps_per_second": 1, "seconds_left": 2}
-    return of_event(Progress(time=second, global_step=step, **numbers))
+    return of_event(events.Progress(time=second, global_step=step, **numbers))
 
 
 def test_a_step_with_what_it_measured_or_why_it_refused():
-    step = of_event(StepBegin(step="prepare_data"))
+    step = of_event(events.StepBegin(step="prepare_data"))
     metrics = {"train": 90, "headline": "x", "notes": [1], "share": 0.123456}
     assert written(step, ended("prepare_data", metrics=metrics)) == [
         ("prepare_data", "done in 2.0 s: train 90, share 0.1235")
@@ -69,7 +57,7 @@ def test_a_step_with_what_it_measured_or_why_it_refused():
 
 def test_progress_becomes_rarer_and_its_last_line_is_there():
     events_of = [progress(second, second) for second in range(1, 3601)]
-    over = of_event(HandedOn(uri="u", global_step=9, trained=9, why="last", time=3601))
+    over = of_event(events.HandedOn(uri="u", global_step=9, trained=9, why="last", time=3601))
     lines = [text for _, text in written(*events_of, over)]
     assert 30 < len(lines) < 70
     assert lines[0].startswith("global step 1/9999  loss 0.5")
@@ -83,8 +71,8 @@ def test_a_validation_comes_after_the_progress_before_it():
     lines = [
         progress(1, 1),
         progress(2, 2),
-        of_event(Validation(time=3, global_step=2, metrics={"accuracy": 0.5})),
-        of_event(CheckpointPublished(time=4, global_step=2, uri="file:///x")),
+        of_event(events.Validation(time=3, global_step=2, metrics={"accuracy": 0.5})),
+        of_event(events.CheckpointPublished(time=4, global_step=2, uri="file:///x")),
     ]
     assert [text for _, text in written(*lines)][1:] == [
         "global step 2/9999  loss 0.5  1 steps/s  2.0 s left",
@@ -94,8 +82,8 @@ def test_a_validation_comes_after_the_progress_before_it():
 
 
 def test_events_of_training_are_those_of_its_leading_task():
-    begin = of_event(AttemptBegin(global_step=0, steps=9, resumed=False))
-    own = of_event(Validation(global_step=2, metrics={}, created="now"))
+    begin = of_event(events.AttemptBegin(global_step=0, steps=9, resumed=False))
+    own = of_event(events.Validation(global_step=2, metrics={}, created="now"))
     found = written(begin, own, leader="chief-0")
     assert [label for label, _ in found] == ["chief-0", "evaluator-0"]
 
@@ -121,7 +109,7 @@ def test_a_traceback_is_written_once_and_that_of_the_runner_never():
     of_step = [of_text(each) for each in TRACE.splitlines()]
     last = "RuntimeError: Pipeline 'x' finished with status FAILURE. Inner task failed: 'y'"
     of_runner = [of_text(each) for each in [*TRACE.splitlines()[:3], last]]
-    found = written(*by_task, *of_step, of_event(StepBegin(step="finish")), *of_runner)
+    found = written(*by_task, *of_step, of_event(events.StepBegin(step="finish")), *of_runner)
     assert found[:4] == [("chief-0", each) for each in TRACE.splitlines()]
     assert found[4:] == [("finish", "...")]
 
@@ -143,9 +131,9 @@ def test_of_a_traceback_the_frames_of_others_are_counted():
 
 def test_why_training_failed_is_said_once():
     lines = [
-        of_event(StepBegin(step="train_model")),
+        of_event(events.StepBegin(step="train_model")),
         of_text("flotilla: model net: ValueError (net.py:7)", "chief-0"),
-        of_event(TaskFailed(task="chief-0", cause="exit code 2")),
+        of_event(events.TaskFailed(task="chief-0", cause="exit code 2")),
         ended("train_model", "failed", error="model net: ValueError (net.py:7) (chief-0, log x)"),
     ]
     assert written(*lines)[1:] == [
@@ -185,7 +173,7 @@ def test_the_logs_of_two_pods_in_turn_keep_their_stages():
         view.enter(pod)
         found.extend((each.label, each.text) for each in view.take(line))
 
-    take("evaluate_model", of_event(StepBegin(step="check_gate")))
+    take("evaluate_model", of_event(events.StepBegin(step="check_gate")))
     take("finish", texts["finish"].take("one"))
     take("evaluate_model", texts["evaluate_model"].take("two"))
     said = [each for each in found if each[1] != "..."]
@@ -271,8 +259,8 @@ def test_of_a_pod_what_the_step_and_its_tasks_say_is_left():
 
 
 def test_an_event_is_read_where_a_line_is_one():
-    event = NewestVersion(dataset="digits", version="1")
-    written = json.dumps(to_tree(event))
+    event = events.NewestVersion(dataset="digits", version="1")
+    written = json.dumps(events.to_tree(event))
     [line] = read(LogText(utc=True), f"[chief-0] 2026-01-02 03:04:07,250 INFO {written}")
     assert (line.label, line.event) == ("chief-0", event)
     [line] = read(LogText(), f"got {written}")
