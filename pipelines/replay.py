@@ -27,17 +27,8 @@ from typing import IO, Any, NoReturn, Unpack
 
 from flotilla.components import contract
 from flotilla.components.launchers import DEBUGGER
+from flotilla.components.records import run_store
 from flotilla.components.records.record import STOPPING
-from flotilla.components.records.run_store import (
-    PINNED,
-    RUN_FOLDER,
-    RUN_ID,
-    Given,
-    digests,
-    find_config,
-    find_root,
-    read_given,
-)
 from flotilla.components.records.step_record import StepRecord, list_tries, read_records
 from flotilla.components.table import EVALUATE, EXPORT, PREPARE, STEPS, TRAIN, find_step
 from flotilla.pipelines.runs import local, local_status
@@ -112,7 +103,7 @@ def replay(
     with report_errors(f"write to {folder}", ConfigError):
         (folder / "tmp").mkdir(parents=True)
         if recorded.pinned:
-            shutil.copyfile(recorded.pinned, folder / PINNED)
+            shutil.copyfile(recorded.pinned, folder / run_store.PINNED)
     root = storage.uri_of(folder / STORAGE)
     arguments, remarks = adapt_arguments(recorded, root, debug=debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks]
@@ -160,7 +151,7 @@ def evaluate(
     folder, named = Path(workdir), run if isinstance(run, str) else run.run_id
     place = [f"storage.root={root}"] if root else []
     found = find(named, EVALUATE, settings=place, workdir=folder, instance=instance or Instance())
-    config = find_config(found.given.arguments)
+    config = run_store.find_config(found.given.arguments)
     if config and (texts := make_assignments(settings, sections)):
         changed = override(config, texts).model_dump_json()
         given = replace(found.given, arguments={**found.given.arguments, "config": changed})
@@ -171,7 +162,7 @@ def evaluate(
     return replace(result, run_id=named, folder=done.folder)
 
 
-def require_arguments(given: Given) -> None:
+def require_arguments(given: run_store.Given) -> None:
     """Raise a `UserError` if the record lacks an argument of this version's step."""
     needed = contract.required_arguments(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
@@ -271,7 +262,7 @@ def _reduce_cluster(tree: dict[str, Any], *, debug: bool) -> list[str]:
     return remarks
 
 
-def code_remark(given: Given) -> str:
+def code_remark(given: run_store.Given) -> str:
     """Return how the current code differs from the code that ran the step, or an empty string."""
     pairs = {
         "version": (version("kfp-flotilla"), given.version),
@@ -282,7 +273,7 @@ def code_remark(given: Given) -> str:
         for name, (here, then) in pairs.items()
         if then and here != then
     ]
-    here = digests(find_config(given.arguments))
+    here = run_store.digests(run_store.find_config(given.arguments))
     differs += [
         f"module {name} {'has changed' if here.get(name) else 'is not found here'}"
         for name, digest in given.code.items()
@@ -293,7 +284,7 @@ def code_remark(given: Given) -> str:
 
 def _copy_lookups(recorded: RecordedStep, arguments: Mapping[str, Any], folder: Path) -> list[str]:
     """Copy the listing and the champion that the step reads below its root. Return remarks."""
-    config = find_config(arguments)
+    config = run_store.find_config(arguments)
     if config is None:
         # Copy nothing. The step reports the invalid configuration.
         return []
@@ -336,8 +327,8 @@ def _environment(recorded: RecordedStep, folder: Path, *, debug: bool) -> dict[s
     here = {
         **signals.parent_environment(),
         **user_code.environment(),
-        RUN_ID: recorded.run_id,
-        RUN_FOLDER: str(folder),
+        run_store.RUN_ID: recorded.run_id,
+        run_store.RUN_FOLDER: str(folder),
         events.VARIABLE: str(folder / local.EVENTS),
         "TMPDIR": str(folder / "tmp"),
         **({DEBUGGER: "1"} if debug else {}),
@@ -475,7 +466,7 @@ class RecordedStep:
 
     run_id: str
     stages: tuple[StepRecord, ...]
-    given: Given
+    given: run_store.Given
     root: str
     source: str
     pinned: Path | None = None
@@ -549,7 +540,7 @@ def _local(workdir: Path, run: str, step: str) -> RecordedStep:
     records = list_tries(reduce_events(events.read(log)))
     newest = {each.step: each for each in records}
     found = _make_step(storage.uri_of(folder), run, step, list(newest.values()))
-    pinned = folder / PINNED
+    pinned = folder / run_store.PINNED
     # Read from the storage root of the run, which may not be the workdir.
     return replace(found, source=found.root, pinned=pinned if pinned.is_file() else None)
 
@@ -560,12 +551,12 @@ def _make_step(at: str, run: str, step: str, records: Sequence[StepRecord]) -> R
     if not stages:
         begun = ", ".join(f"{each.step} ({each.status})" for each in records) or "none"
         raise UserError(f"the run {run} did not start {step}; the steps that it started: {begun}")
-    given, source = read_given(at, step), storage.parent_of(at)
+    given, source = run_store.read_given(at, step), storage.parent_of(at)
     named = given.arguments.get("root") or given.arguments.get("storage_root") or ""
     uris = [str(each.get("uri", "")) for each in given.artifacts.values() if isinstance(each, dict)]
     root = source
     with suppress(UserError):
-        root = find_root(str(named), next(filter(None, uris), ""), run)
+        root = run_store.find_root(str(named), next(filter(None, uris), ""), run)
     return RecordedStep(run_id=run, stages=tuple(stages), given=given, root=root, source=source)
 
 

@@ -15,13 +15,7 @@ from typing import Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from flotilla.trainer.runtime.errors import (
-    DONE,
-    FAILED,
-    INTERRUPTED,
-    RunInterruptedError,
-    UserError,
-)
+from flotilla.trainer.runtime import errors
 from flotilla.trainer.runtime.masking import printable, remove_credentials
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.runtime.streams import discard, say
@@ -44,7 +38,7 @@ class Answer:
     """
 
     status: str = "done"
-    code: int = DONE
+    code: int = errors.DONE
     run_id: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     artifacts: Mapping[str, str] = field(default_factory=dict)
@@ -63,11 +57,11 @@ class Answer:
 
 def failure(message: str, code: int, run_id: str = "") -> Answer:
     """Return the result of a command that failed or was interrupted."""
-    status = "interrupted" if code == INTERRUPTED else "failed"
+    status = "interrupted" if code == errors.INTERRUPTED else "failed"
     return Answer(status=status, code=code, run_id=run_id, message=message)
 
 
-class DetachedError(RunInterruptedError):
+class DetachedError(errors.RunInterruptedError):
     """The user stopped watching a run, which continues. `run_id` is empty if the id is unknown."""
 
     def __init__(self, message: str, run_id: str) -> None:
@@ -87,11 +81,11 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
                 answer = command(**named)
             finish(answer, as_json=as_json)
             code = answer.code
-        except UserError as error:
+        except errors.UserError as error:
             run_id = getattr(error, "run_id", "")
             code = fail(str(error), error.exit_code, as_json=as_json, run_id=run_id)
         except KeyboardInterrupt:
-            code = fail("interrupted", INTERRUPTED, as_json=as_json)
+            code = fail("interrupted", errors.INTERRUPTED, as_json=as_json)
         except typer.TyperException:
             raise
         except Exception as error:
@@ -99,7 +93,7 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
                 raise
             sys.excepthook(type(error), error, error.__traceback__)
             message = f"internal error: {type(error).__name__}: {error}"
-            code = fail(" ".join(message.split()), FAILED, as_json=True)
+            code = fail(" ".join(message.split()), errors.FAILED, as_json=True)
         raise typer.Exit(code)
 
     option = inspect.Parameter(
@@ -129,7 +123,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     """Print an error in one line, and also as JSON if requested. Return `code`."""
     say(f"flotilla: {message}")
     if as_json:
-        with suppress(UserError):
+        with suppress(errors.UserError):
             finish(failure(message, code, run_id), as_json=True)
     return code
 
@@ -174,7 +168,7 @@ def output() -> Iterator[None]:
         discard(sys.stdout)
         if sys.stdout is sys.stderr:
             return
-        raise UserError(f"cannot write to standard output: {error.strerror}") from None
+        raise errors.UserError(f"cannot write to standard output: {error.strerror}") from None
 
 
 @contextmanager

@@ -17,24 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from flotilla.components.table import EXIT_STEP, FIRST_STAGE, find_maker
-from flotilla.pipelines.cli.display import (
-    Terminal,
-    escape_controls,
-    mark,
-    step_line,
-    steps_table,
-    wrap_text,
-)
-from flotilla.trainer.events import (
-    Event,
-    Interrupted,
-    Progress,
-    StepBegin,
-    StepEnd,
-    TaskFailed,
-    Validation,
-    WorkProgress,
-)
+from flotilla.pipelines.cli import display
+from flotilla.trainer import events
 from flotilla.trainer.events.progress import (
     LOG_SECONDS,
     LogLines,
@@ -67,7 +51,7 @@ class LiveView:
 
     def __init__(self) -> None:
         """Initialize the view without drawing it."""
-        self._console = Terminal(stderr=True)
+        self._console = display.Terminal(stderr=True)
         self._spinner = Spinner("dots")
         self._live: Live | None = None
 
@@ -94,7 +78,7 @@ class LiveView:
     def say(self, text: str | Text) -> None:
         """Show a permanent line, which is wrapped between words on a terminal."""
         room = self._console.width if self._console.can_redraw else sys.maxsize
-        self._console.print(Group(*wrap_text(escape_controls(text), room)))
+        self._console.print(Group(*display.wrap_text(display.escape_controls(text), room)))
 
     def _view(self) -> RenderableType:
         raise NotImplementedError
@@ -118,7 +102,7 @@ class Steps(LiveView):
             self._live.refresh()
             return
         for step in run.steps:
-            line = step_line(step, run.doing.get(step.name))
+            line = display.step_line(step, run.doing.get(step.name))
             if self._seen.get(step.name) != line:
                 self._seen[step.name] = line
                 self._console.print(line)
@@ -136,7 +120,7 @@ class Steps(LiveView):
             self.say(f"{step}: {words}")
 
     def _view(self) -> RenderableType:
-        return steps_table(self._run) if self._run else ""
+        return display.steps_table(self._run) if self._run else ""
 
 
 class Display(LiveView):
@@ -145,33 +129,33 @@ class Display(LiveView):
     def __init__(self, command: str = "") -> None:
         """Create the view. For a process without steps, pass the `command` to show instead."""
         super().__init__()
-        self._step: StepBegin | None = StepBegin(step=command) if command else None
+        self._step: events.StepBegin | None = events.StepBegin(step=command) if command else None
         # The names of the stages that have ended, in order.
         self._ended: list[str] = []
-        self._progress_seen: Progress | None = None
-        self._validation: Validation | None = None
+        self._progress_seen: events.Progress | None = None
+        self._validation: events.Validation | None = None
         # The newest progress of each active piece of work, keyed by its description.
-        self._works: dict[str, WorkProgress] = {}
+        self._works: dict[str, events.WorkProgress] = {}
         self._is_stopping = False
         self._left = TimeLeft()
         self._lines = LogLines()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: events.Event) -> None:
         """Show one event."""
         match event:
-            case StepBegin():
+            case events.StepBegin():
                 self._step = event
                 self._say_in_log(f"{event.step} ...")
-            case StepEnd():
+            case events.StepEnd():
                 self._step_end(event)
-            case Progress() | WorkProgress():
+            case events.Progress() | events.WorkProgress():
                 self._progress(event)
-            case Validation() if self._console.can_redraw:
+            case events.Validation() if self._console.can_redraw:
                 self._validation = event
-            case Interrupted():
+            case events.Interrupted():
                 self._is_stopping = True
                 self._say_in_log(self._stopping())
-            case TaskFailed():
+            case events.TaskFailed():
                 for line in _lines_of_failure(event):
                     self.say(line)
             case _ if line := format_event(event):
@@ -182,7 +166,7 @@ class Display(LiveView):
         if not self._console.can_redraw:
             self.say(text)
 
-    def _step_end(self, event: StepEnd) -> None:
+    def _step_end(self, event: events.StepEnd) -> None:
         self._step = self._progress_seen = self._validation = None
         self._works.clear()
         self._left = TimeLeft()
@@ -192,14 +176,14 @@ class Display(LiveView):
             # which runs in parallel and reports its error under the name of the first stage.
             what = "the check of the configuration"
         self._ended.append(event.step)
-        status = mark(event.status)
+        status = display.mark(event.status)
         self.say(Text.assemble(f"{what} ", status, f" in {duration(event.seconds)}"))
 
-    def _progress(self, event: Progress | WorkProgress) -> None:
+    def _progress(self, event: events.Progress | events.WorkProgress) -> None:
         if not self._console.can_redraw:
             if text := self._lines.take(event):
                 self.say(text)
-        elif isinstance(event, Progress):
+        elif isinstance(event, events.Progress):
             self._left.take(event)
             self._progress_seen = event
         elif event.is_over:
@@ -272,7 +256,7 @@ class Display(LiveView):
         return lines
 
 
-def work_line(event: WorkProgress, width: int) -> RenderableType:
+def work_line(event: events.WorkProgress, width: int) -> RenderableType:
     """Return the progress of a piece of work on one line, with the parts that fit."""
     parts = format_parts(event)
     what = Text(f"  {event.what}", no_wrap=True, overflow="ellipsis")
@@ -290,7 +274,7 @@ def work_line(event: WorkProgress, width: int) -> RenderableType:
     return _one_line(what, ProgressBar(1.0, event.share, width=bar), Text("  ".join(parts)))
 
 
-def _lines_of_failure(event: TaskFailed) -> Sequence[str]:
+def _lines_of_failure(event: events.TaskFailed) -> Sequence[str]:
     """Return lines that tell how a task ended. Omit its output if the error is shown later."""
     said = f"{event.task} ended with {event.cause}"
     if not event.last_lines or event.last_lines[-1].startswith(_ERROR):
@@ -326,19 +310,19 @@ class SweepDisplay(LiveView):
         self._running.pop(trial.number, None)
         self.say(line)
 
-    def __call__(self, trial: Trial, event: Event) -> None:
+    def __call__(self, trial: Trial, event: events.Event) -> None:
         """Update the view with an event of a trial's run. Any thread may call this."""
         words, share = self._running.get(trial.number, ("", 0.0))
         match event:
-            case Interrupted():
+            case events.Interrupted():
                 self._what = "sweep: stopping: saving the last checkpoints"
-            case StepBegin():
+            case events.StepBegin():
                 words = event.step
-            case Progress():
+            case events.Progress():
                 begin = self._sweep.rungs[trial.rung - 1] if trial.rung else 0
                 share = (event.global_step - begin) / max(event.steps - begin, 1)
                 words = line_of_work(convert_to_work(event))
-            case WorkProgress() if not event.is_over:
+            case events.WorkProgress() if not event.is_over:
                 words = line_of_work(event)
         self._running[trial.number] = (words, share)
         now = time.time()
@@ -346,7 +330,7 @@ class SweepDisplay(LiveView):
             self._said_at = now
             self.say(line_of_work(self._work()))
 
-    def _work(self) -> WorkProgress:
+    def _work(self) -> events.WorkProgress:
         from flotilla.trainer.sweeps.sweep import find_best
 
         trials = self._sweep.trials
@@ -360,7 +344,7 @@ class SweepDisplay(LiveView):
         if best and best.last:
             name = spell_metric(best.last.by.metric)
             parts.append(f"best {name} {round_value(best.last.value)} (trial {best.number})")
-        return WorkProgress(
+        return events.WorkProgress(
             what=self._what,
             unit="trials",
             done=counts["done"] + counts["failed"],

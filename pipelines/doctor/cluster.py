@@ -15,15 +15,8 @@ from urllib.parse import quote
 import urllib3
 
 from flotilla.components.image import DEFAULTS, PodDefaults
-from flotilla.components.kubernetes import names
+from flotilla.components.kubernetes import client, names
 from flotilla.components.kubernetes.adoption import is_foreign
-from flotilla.components.kubernetes.client import (
-    Api,
-    RefusedError,
-    SilentControllerError,
-    UnreachableError,
-    connect,
-)
 from flotilla.components.kubernetes.engine import Engine, document
 from flotilla.components.kubernetes.names import PODS, JobKind, Tree
 from flotilla.components.kubernetes.pods.template import replicas
@@ -101,7 +94,7 @@ class Cluster:
         is_named: whether the namespace was given explicitly, not taken from the context.
     """
 
-    api: Api
+    api: client.Api
     host: str
     namespace: str
     is_named: bool
@@ -109,10 +102,10 @@ class Cluster:
     @classmethod
     def connected(cls, namespace: str) -> Cluster:
         """Create a client without sending a request. Raises `UserError` if no API is configured."""
-        connection = connect()
+        connection = client.connect()
         name = namespace or connection.namespace
         return cls(
-            api=Api(connection, name, timeout=TIMEOUT),
+            api=client.Api(connection, name, timeout=TIMEOUT),
             host=str(connection.configuration.host),
             namespace=name,
             is_named=bool(namespace),
@@ -172,7 +165,7 @@ def answers(cluster: Cluster, config: Config | None = None) -> Finding:
     host, who = cluster.host, "kubectl auth whoami"
     try:
         answer = cluster.api.request("GET", "/version")
-    except UnreachableError as error:
+    except client.UnreachableError as error:
         return Finding("fail", f"{host} does not answer {error}", SHOW)
     if answer.status == HTTPStatus.UNAUTHORIZED:
         message = f"{host} does not accept the credentials: log in again"
@@ -193,7 +186,7 @@ def namespace(cluster: Cluster) -> Finding:
     name = cluster.namespace
     try:
         cluster.api.read(f"/api/v1/namespaces/{name}")
-    except RefusedError as error:
+    except client.RefusedError as error:
         if not error.is_missing:
             raise
         return Finding("fail", f"there is no namespace {name}", f"kubectl create namespace {name}")
@@ -248,7 +241,7 @@ def controller(cluster: Cluster, of: Engine) -> Finding:
     known = CONTROLLERS[of.name]
     try:
         every = cluster.api.read("/apis/apps/v1/deployments")["items"]
-    except RefusedError as error:
+    except client.RefusedError as error:
         if not error.is_forbidden:
             raise
         message = "cannot check whether the controller runs: no permission to read deployments"
@@ -314,11 +307,11 @@ def chosen(cluster: Cluster, config: Config) -> tuple[Engine | None, Finding]:
         try:
             if cluster.api.serves(one.kind.resource):
                 return one, _explain_choice(config, one, absent)
-        except RefusedError as error:
+        except client.RefusedError as error:
             if error.is_forbidden:
                 return one, _explain_choice(config, one, absent)
             return None, Finding("fail", str(error), SHOW)
-        except UnreachableError as error:
+        except client.UnreachableError as error:
             return None, Finding("fail", f"{cluster.host} does not answer {error}", SHOW)
         absent.append(f"{one.kind.kind}s")
     message = f"the cluster serves neither {' nor '.join(absent)}: no engine is installed"
@@ -376,7 +369,7 @@ def check_user(cluster: Cluster, kind: JobKind) -> Finding:
     where, user = cluster.namespace, find_user(cluster.api)
     try:
         found = {each: may(cluster.api, each, where) for each in required_rules(LAUNCHER, kind)}
-    except RefusedError as error:
+    except client.RefusedError as error:
         message = f"the API does not report what {user} may do: {error}"
         return Finding("fail", message, f"kubectl auth can-i --list --namespace {where}")
     return _judge_permissions(where, user, LAUNCHER, found)
@@ -389,7 +382,7 @@ def check_account(cluster: Cluster, account: Account, role: str, kind: JobKind) 
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
     try:
         found = {each: may(cluster.api, each, where, subject) for each in wanted}
-    except RefusedError as error:
+    except client.RefusedError as error:
         message = f"cannot check what {account.user} may do ({error}); check each permission"
         show = f"kubectl auth can-i {wanted[0]} --namespace {where} --as {account.user}"
         return Finding("warn", message, show)
@@ -430,7 +423,7 @@ def check_ui_account(cluster: Cluster, account: Account) -> Finding:
     place = f"/api/v1/namespaces/{account.namespace}/serviceaccounts/{account.name}"
     try:
         cluster.api.read(place)
-    except RefusedError as error:
+    except client.RefusedError as error:
         if not error.is_missing:
             raise
         message += ", which does not exist: correct --service-account NAMESPACE:NAME"
@@ -458,7 +451,7 @@ def admits(cluster: Cluster, job: PlannedJob) -> Finding:
         made = partial(create, kind.resource, job.tree, strict=strict)
         if finding := _try_create(cluster, job, "the job", made):
             return finding
-    except SilentControllerError as error:
+    except client.SilentControllerError as error:
         message = f"the {kind.controller} does not respond, so no job can be created: {error}"
         return Finding("fail", message, kind.show)
     for role in job.roles:
@@ -477,7 +470,7 @@ def _try_create(
     where, place = cluster.namespace, f"the namespace {cluster.namespace}"
     try:
         create()
-    except RefusedError as error:
+    except client.RefusedError as error:
         words = str(error).partition(": ")[2]
         if error.code == HTTPStatus.CONFLICT:
             return None

@@ -14,21 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from datetime import UTC, datetime
 
+from flotilla.components import table
 from flotilla.components.records.run_store import STEPS as FOLDER
 from flotilla.components.records.run_store import record_uri
 from flotilla.components.records.step_record import StepRecord, read_records
-from flotilla.components.table import (
-    EXIT_STEP,
-    STAGES,
-    STEPS,
-    SWEEP_STEPS,
-    StageSpec,
-    ends_run,
-    ends_well,
-    find_maker,
-    find_step,
-    find_step_of_stage,
-)
 from flotilla.pipelines.runs.kfp_client import ABSENT, Client, InstanceError, ask, one_line
 from flotilla.pipelines.runs.kfp_run import (
     Nodes,
@@ -44,13 +33,13 @@ from flotilla.trainer.runtime.errors import DONE, FAILED, INTERRUPTED, REFUSED, 
 from flotilla.trainer.runtime.json_records import read_record
 from flotilla.trainer.storage.store import shorter_retry
 
-DATA, TRAINER = find_maker("validation"), find_maker("checkpoint")
-GATE, REGISTRY = find_maker("decision"), find_maker("registration")
+DATA, TRAINER = table.find_maker("validation"), table.find_maker("checkpoint")
+GATE, REGISTRY = table.find_maker("decision"), table.find_maker("registration")
 _Rows = Mapping[str, Sequence[StepRecord]]
 # Status, exit code and message.
 _Verdict = tuple[str, int, str]
 # Steps of earlier versions that are now stages.
-_OLD_STEPS = {stage.name for stage in STAGES} - {step.name for step in STEPS}
+_OLD_STEPS = {stage.name for stage in table.STAGES} - {step.name for step in table.STEPS}
 # How long requests to a store are retried, in seconds. A result can be returned without the store.
 STORE_SECONDS = 10.0
 # A step's termination message as Argo reports it, with the stage and the cause.
@@ -201,7 +190,7 @@ def _read_through_page(client: Client, at: str) -> list[StepRecord]:
     found: list[StepRecord] = []
     if not client.page(""):
         return found
-    stages = (each.name for row in (*STEPS, *SWEEP_STEPS) for each in row.stages)
+    stages = (each.name for row in (*table.STEPS, *table.SWEEP_STEPS) for each in row.stages)
     for name in dict.fromkeys(stages):
         try:
             data = read_object(client, record_uri(at, FOLDER, name))
@@ -232,7 +221,7 @@ def _has_old_steps(run: RemoteRun) -> bool:
 
 def _list_stages(step: str) -> tuple[str, ...]:
     try:
-        return tuple(stage.name for stage in find_step(step).stages)
+        return tuple(stage.name for stage in table.find_step(step).stages)
     except LookupError:
         return (step,)
 
@@ -250,7 +239,7 @@ def _make_rows(step: Step, stages: Sequence[str], published: _Published) -> list
     done = stages[: stages.index(at.step)]
     rows = [_done(step, name, published) for name in done]
     later = stages[len(done) + 1 :]
-    if not later or ends_run(at.step, at.metrics.get("decision")):
+    if not later or table.ends_run(at.step, at.metrics.get("decision")):
         later = ()
     if step.state == "SUCCEEDED":
         return [*rows, *(_done(step, name, published) for name in (at.step, *later))]
@@ -306,17 +295,17 @@ def _judge_decision(run: RemoteRun, published: _Published) -> _Verdict:
     return "refused", REFUSED, reasons or _and("the gate refused the model", published.unread)
 
 
-def _has_run(run: RemoteRun, published: _Published, stage: StageSpec) -> bool:
+def _has_run(run: RemoteRun, published: _Published, stage: table.StageSpec) -> bool:
     """Return whether a successful run ran a stage, by the state of its step or by its record."""
     if not run.steps:
         return published.records.get(stage.name) is not None
-    name = stage.name if _has_old_steps(run) else find_step_of_stage(stage.name).name
+    name = stage.name if _has_old_steps(run) else table.find_step_of_stage(stage.name).name
     return any((step.name, step.state) == (name, "SUCCEEDED") for step in run.steps)
 
 
 def _judge_untrained(run: RemoteRun, published: _Published) -> _Verdict:
-    for row in STAGES:
-        if (said := published.records.get(row.name)) and ends_well(
+    for row in table.STAGES:
+        if (said := published.records.get(row.name)) and table.ends_well(
             row.name, said.metrics.get("decision")
         ):
             return row.completes, DONE, _reasons(said)
@@ -341,7 +330,7 @@ def _judge_registration(published: _Published) -> _Verdict:
     return _unknown("the decision of the registry", REGISTRY, published)
 
 
-def _unknown(what: str, row: StageSpec, published: _Published) -> _Verdict:
+def _unknown(what: str, row: table.StageSpec, published: _Published) -> _Verdict:
     why = published.unread or f"{row.name} recorded no decision"
     return "unknown", FAILED, f"the run has finished, but {what} cannot be read: {why}"
 
@@ -358,7 +347,7 @@ def _failure(client: Client, run: RemoteRun, published: _Published, rows: _Rows)
     """Return the exit code and the cause from the first failed step, or from KFP."""
     pods = find_failed_pods(run.nodes)
     # Prefer a step other than the exit step, which may fail because of an earlier failure.
-    first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
+    first = next((pod for pod in pods if pod.step != table.EXIT_STEP.name), next(iter(pods), None))
     if first is None:
         said = next((each for each in published.records.values() if each.error), None)
         if said:

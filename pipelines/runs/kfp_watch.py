@@ -11,20 +11,10 @@ from dataclasses import replace
 
 from flotilla.components.records.run_store import STEPS
 from flotilla.components.records.step_record import StepRecord
+from flotilla.pipelines.runs import kfp_outcome
 from flotilla.pipelines.runs.kfp_access import Access, Instance
 from flotilla.pipelines.runs.kfp_client import Client, InstanceError, connect
-from flotilla.pipelines.runs.kfp_outcome import (
-    LOST_SECONDS,
-    explain_loss,
-    explain_message,
-    explain_pod,
-    find_failed_pods,
-    find_pods,
-    find_running_stages,
-    is_busy,
-    judge_run,
-    waiting_pods,
-)
+from flotilla.pipelines.runs.kfp_outcome import LOST_SECONDS
 from flotilla.pipelines.runs.kfp_run import ENDED, RemoteRun, Step, find_run, read_log, refresh_run
 from flotilla.pipelines.runs.log_view import LogText, LogView, OnLine
 from flotilla.pipelines.runs.outcome import RunResult
@@ -76,7 +66,7 @@ def follow(
     client = connect((instance or Instance()).access())
     run_id = find_run(client, run).run_id
     last = watch(client, run_id, on_change or ignore, on_note or ignore)
-    return judge_run(client, last)
+    return kfp_outcome.judge_run(client, last)
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
@@ -137,7 +127,7 @@ class _Stages:
         """Return the run with the current stages of its steps, if known."""
         is_running = any(step.state == "RUNNING" for step in run.steps)
         if is_running and time.monotonic() >= self._next:
-            found = find_running_stages(self._client, run)
+            found = kfp_outcome.find_running_stages(self._client, run)
             # Retry rarely, because records that are unreadable from here usually remain unreadable.
             pause = STAGE_SECONDS if found is not None else UNREAD_SECONDS
             self._next = time.monotonic() + pause
@@ -160,10 +150,10 @@ class _Loss:
         if now < self._next:
             return ""
         self._next = now + LOSS_SECONDS
-        found = find_pods(self._client, run)
+        found = kfp_outcome.find_pods(self._client, run)
         # Trust a negative answer only after a positive one, because the endpoint may lack access.
         self._has_seen = self._has_seen or found is True
-        words = explain_loss(self._client, run, found if self._has_seen else None)
+        words = kfp_outcome.explain_loss(self._client, run, found if self._has_seen else None)
         if not words:
             self._since = None
             return ""
@@ -185,18 +175,20 @@ class _Obstacles:
         if run.state != "RUNNING":
             return ""
         found: dict[str, str] = {}
-        for pod in waiting_pods(run.nodes):
-            cause = explain_message(pod.message)
+        for pod in kfp_outcome.waiting_pods(run.nodes):
+            cause = kfp_outcome.explain_message(pod.message)
             if cause and cause.at_once:
-                return explain_pod(pod)
+                return kfp_outcome.explain_pod(pod)
             if cause and cause.blocks:
-                found[pod.name] = explain_pod(pod)
+                found[pod.name] = kfp_outcome.explain_pod(pod)
             if cause and (pod.name, cause.pattern) not in self._said:
                 self._said.add((pod.name, cause.pattern))
-                self._on_note(explain_pod(pod))
-        failed = find_failed_pods(run.nodes)
-        if failed and not is_busy(run.nodes):
-            found[""] = f"{explain_pod(failed[0])}; no pod of the run has started since then"
+                self._on_note(kfp_outcome.explain_pod(pod))
+        failed = kfp_outcome.find_failed_pods(run.nodes)
+        if failed and not kfp_outcome.is_busy(run.nodes):
+            found[""] = (
+                f"{kfp_outcome.explain_pod(failed[0])}; no pod of the run has started since then"
+            )
         now = time.monotonic()
         self._since = {each: self._since.get(each, now) for each in found}
         for each, since in self._since.items():

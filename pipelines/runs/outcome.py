@@ -10,16 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from flotilla.components import table
 from flotilla.components.records.step_record import StepRecord, lost_stage, step_records
-from flotilla.components.table import (
-    EXIT_STEP,
-    STAGES,
-    WORKING,
-    Output,
-    ends_well,
-    find_maker,
-    output_kind,
-)
 from flotilla.pipelines import notebook
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.events import RunEnd
@@ -83,14 +75,14 @@ class RunResult:
     def _plain_metrics(self) -> dict[str, float]:
         return {name: value for name, value in self.metrics.items() if is_number(value)}
 
-    def find_metrics(self, output: Output) -> dict[str, Any]:
+    def find_metrics(self, output: table.Output) -> dict[str, Any]:
         """Return the metrics of the step that makes this output; empty if it has not started."""
         step = self.find_step(output)
         return dict(step.metrics) if step else {}
 
-    def find_step(self, output: Output) -> StepRecord | None:
+    def find_step(self, output: table.Output) -> StepRecord | None:
         """Return the step that makes this output, or None if it has not started."""
-        name = find_maker(output).name
+        name = table.find_maker(output).name
         return next((each for each in self.steps if each.step == name), None)
 
     @property
@@ -151,7 +143,7 @@ class RunResult:
     @property
     def artifacts(self) -> dict[str, str]:
         """The URI of each step's output, keyed by artifact name."""
-        uris = {output_kind(each.step): each.uri for each in self.steps if each.uri}
+        uris = {table.output_kind(each.step): each.uri for each in self.steps if each.uri}
         return {output: uri for output, uri in uris.items() if output}
 
     @property
@@ -210,15 +202,15 @@ def _why_it_ended(steps: tuple[StepRecord, ...], returncode: int | None) -> str:
 def _judge_steps(steps: tuple[StepRecord, ...]) -> RunResult:
     """Determine the result of a run without failures from the decisions of its steps."""
     by_name = {step.step: step for step in steps}
-    of_model = (find_maker("decision"), find_maker("registration"))
-    is_whole = EXIT_STEP.name in by_name
+    of_model = (table.find_maker("decision"), table.find_maker("registration"))
+    is_whole = table.EXIT_STEP.name in by_name
     accepted, is_blessed = "", False
-    for row in STAGES:
+    for row in table.STAGES:
         step = by_name.get(row.name)
-        if step is None and accepted and row in WORKING:
+        if step is None and accepted and row in table.WORKING:
             message = f"{accepted}, but {row.name} did not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
-        if step and is_whole and ends_well(row.name, step.metrics.get("decision")):
+        if step and is_whole and table.ends_well(row.name, step.metrics.get("decision")):
             message = join_reasons(step.metrics.get("reasons", []))
             return RunResult(status=row.completes, exit_code=DONE, message=message, steps=steps)
         if step is None or not row.accepts:
@@ -252,7 +244,7 @@ def measure_duration(run: RunResult) -> tuple[datetime | None, float | None]:
 
     The exit step does not count, because it writes the report, which contains this duration.
     """
-    steps = [each for each in run.steps if each.step != EXIT_STEP.name]
+    steps = [each for each in run.steps if each.step != table.EXIT_STEP.name]
     tries = [(step.step, step.began, step.ended or step.began + step.seconds) for step in steps]
     for step in steps:
         tries += [(step.step, each.began, each.began + each.seconds) for each in step.earlier]

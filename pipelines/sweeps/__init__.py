@@ -16,6 +16,7 @@ from flotilla.pipelines.runs.local import DEFAULT_CONFIG, GivenConfig, configura
 from flotilla.trainer.config.load import override
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.sweeps import sweep
 from flotilla.trainer.sweeps.study import (
     MOST_TRIALS,
     Space,
@@ -25,15 +26,6 @@ from flotilla.trainer.sweeps.study import (
     grid,
     is_searched,
     parse_space,
-)
-from flotilla.trainer.sweeps.sweep import (
-    LEAST_STEPS,
-    REDUCTION,
-    Settings,
-    Sweep,
-    Trial,
-    list_rungs,
-    make_objective,
 )
 
 MOST_PARALLEL = 64
@@ -96,7 +88,7 @@ class SweepOptions:
             raise ConfigError(f"--better {self.better!r} is neither higher nor lower")
 
 
-def plan_sweep(options: SweepOptions) -> Sweep:
+def plan_sweep(options: SweepOptions) -> sweep.Sweep:
     """Return a sweep with all its trials. Raises `ConfigError` before any trial starts."""
     config = configuration(options.config, (), options.label)
     if options.auto:
@@ -113,16 +105,16 @@ def plan_sweep(options: SweepOptions) -> Sweep:
     # Train even if an earlier run had the same configuration as the run of the best trial.
     training = space.base.training.model_copy(update={"when_unchanged": "train"})
     base = space.base.model_copy(update={"training": training})
-    return Sweep(
+    return sweep.Sweep(
         sweep_id=f"{name}-sweep-{stamp}",
         config=base.model_dump(mode="json"),
         source=_config_name(options.config),
         fixed=tuple(each for each in options.settings if each.partition("=")[0] not in space.keys),
         keys=tuple(space.keys),
-        objective=make_objective(base, space.keys, options.metric, options.better),
-        rungs=list_rungs(base, known, len(every), halving=options.halving),
+        objective=sweep.make_objective(base, space.keys, options.metric, options.better),
+        rungs=sweep.list_rungs(base, known, len(every), halving=options.halving),
         trials=tuple(
-            Trial(number=number, settings=settings, run_id=f"{name}-t{number:02}-{stamp}")
+            sweep.Trial(number=number, settings=settings, run_id=f"{name}-t{number:02}-{stamp}")
             for number, settings in enumerate(every, start=1)
         ),
         sampler=sampler,
@@ -143,11 +135,12 @@ def _automatic(options: SweepOptions, config: Config) -> SweepOptions:
         auto=False,
         settings=(*options.settings, *automatic(given, options.settings)),
         tpe=options.tpe or count,
-        halving=options.halving or (may_halve and training.steps >= LEAST_STEPS * REDUCTION),
+        halving=options.halving
+        or (may_halve and training.steps >= sweep.LEAST_STEPS * sweep.REDUCTION),
     )
 
 
-def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[Settings, ...]]:
+def _trials(space: Space, options: SweepOptions) -> tuple[str, tuple[sweep.Settings, ...]]:
     """Return the sampler and the settings of each trial. With TPE, the settings are still empty."""
     seed = options.seed or 0
     if options.random is not None:

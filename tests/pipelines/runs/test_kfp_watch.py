@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from flotilla.pipelines.runs import kfp_watch
+from flotilla.pipelines.runs import kfp_outcome, kfp_watch
 from flotilla.pipelines.runs.kfp_client import READ_SECONDS
 from flotilla.pipelines.runs.kfp_run import Nodes, RemoteRun, Step
 from tests.pipelines.called import FLOTILLA
@@ -152,7 +152,7 @@ def test_a_reader_that_goes_away(instance, calling, remote):
 def test_records_that_cannot_be_read_for_now_are_read_later(monkeypatch):
     record, now = object(), [0.0]
     found = [None, {"train_model": record}]
-    monkeypatch.setattr(kfp_watch, "find_running_stages", lambda _client, _run: found.pop(0))
+    monkeypatch.setattr(kfp_outcome, "find_running_stages", lambda _client, _run: found.pop(0))
     monkeypatch.setattr(kfp_watch.time, "monotonic", lambda: now[0])
     step = Step(name="train_model", state="RUNNING", began=None, ended=None)
     run = RemoteRun(
