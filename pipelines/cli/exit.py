@@ -20,10 +20,8 @@ from flotilla.trainer.runtime.masking import printable, remove_credentials
 from flotilla.trainer.runtime.signals import handle_interrupts
 from flotilla.trainer.runtime.streams import discard, say
 
-AsJson = Annotated[
-    bool,
-    typer.Option("--json", help="Print one JSON object, and nothing else, to standard output."),
-]
+AsJson = Annotated[bool, typer.Option("--json",
+    help="Print one JSON object, and nothing else, to standard output.")]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

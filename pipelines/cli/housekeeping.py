@@ -29,22 +29,12 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
 _WIDTH = len("skipped")
 
-_Namespace = Annotated[
-    str,
-    typer.Option(
-        "-n",
-        "--namespace",
-        help="The namespace of the steps, and of the job unless cluster.kubernetes sets one. "
-        "Default: KFP_NAMESPACE, or else the namespace of the kubeconfig.",
-    ),
-]
-_ServiceAccount = Annotated[
-    str,
-    typer.Option(
-        metavar="[NAMESPACE:]NAME",
-        help="The service account of runs started from the KFP UI. Default: pipeline-runner.",
-    ),
-]
+_Namespace = Annotated[str, typer.Option("-n", "--namespace",
+    help="The namespace of the steps, and of the job unless cluster.kubernetes sets one. "
+    "Default: KFP_NAMESPACE, or else the namespace of the kubeconfig.")]  # fmt: skip
+_ServiceAccount = Annotated[str, typer.Option(metavar="[NAMESPACE:]NAME",
+    help="The service account of runs started from the KFP UI. Default: pipeline-runner.")
+]  # fmt: skip
 
 
 @answers
@@ -146,29 +136,15 @@ def _examine(options: DoctorOptions) -> Answer:
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _STEP = 1000
-KeepRuns = Annotated[
-    str,
-    typer.Option(
-        metavar="TIME",
-        help="Keep runs that were active within this time, such as 30d. Remove older runs, "
-        "datasets, checkpoints and code, unless a kept run or version needs them.",
-    ),
-]
-KeepVersions = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        help="Keep the newest N versions of each model, the champion, and the versions that a "
-        "rollback or the gate needs. Remove the others.",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option(
-        "--dry-run",
-        help="List what --keep-runs and --keep-versions would remove, and remove nothing.",
-    ),
-]
+KeepRuns = Annotated[str, typer.Option(metavar="TIME",
+    help="Keep runs that were active within this time, such as 30d. Remove older runs, "
+    "datasets, checkpoints and code, unless a kept run or version needs them.")]  # fmt: skip
+KeepVersions = Annotated[int | None, typer.Option(metavar="N",
+    help="Keep the newest N versions of each model, the champion, and the versions that a "
+    "rollback or the gate needs. Remove the others.")]  # fmt: skip
+DryRun = Annotated[bool, typer.Option("--dry-run",
+    help="List what --keep-runs and --keep-versions would remove, and remove nothing.")
+]  # fmt: skip
 Yes = Annotated[bool, typer.Option("--yes", help="Remove without asking for confirmation.")]
 
 

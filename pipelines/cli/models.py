@@ -29,19 +29,11 @@ if TYPE_CHECKING:
 # The columns that a narrow terminal drops first. The metric matters most, so it stays.
 _SPARE = ("constant", "global step", "run", "verdict", "registered")
 _TO_THE_MINUTE = len("2026-11-24T02:05")
-Name = Annotated[
-    str,
-    typer.Argument(metavar="NAME", help="The name of the model.", autocompletion=complete_models),
-]
-VersionOrChampion = Annotated[
-    int,
-    typer.Argument(
-        metavar="VERSION",
-        min=0,
-        help="The version number. Default: the version of the champion.",
-        autocompletion=complete_versions,
-    ),
-]
+Name = Annotated[str, typer.Argument(metavar="NAME", help="The name of the model.",
+    autocompletion=complete_models)]  # fmt: skip
+VersionOrChampion = Annotated[int, typer.Argument(metavar="VERSION", min=0,
+    help="The version number. Default: the version of the champion.",
+    autocompletion=complete_versions)]  # fmt: skip
 
 
 @answers

@@ -15,37 +15,17 @@ from flotilla.pipelines.cli.exit import copy_signature, warn
 from flotilla.pipelines.runs.kfp_access import Instance
 
 RUNS = Path("runs")
-Config = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CONFIG|SOURCE",
-        help="The YAML configuration file of the run, or the training data: a file, a folder, a "
-        "URI or a pattern. Default: configs/digits.yaml.",
-    ),
-]
-FormConfig = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="CONFIG|SOURCE",
-        help="The YAML configuration file of a run, or the training data. The run parameters get "
-        "their default values from it. Default: configs/digits.yaml.",
-    ),
-]
-Label = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--label", metavar="COLUMN", help="The column of SOURCE to predict. May be repeated."
-    ),
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="SECTION.KEY=VALUE",
-        help="Override one key of the configuration. May be repeated.",
-        autocompletion=complete_assignments,
-    ),
-]
+Config = Annotated[str | None, typer.Argument(metavar="CONFIG|SOURCE",
+    help="The YAML configuration file of the run, or the training data: a file, a folder, a "
+    "URI or a pattern. Default: configs/digits.yaml.")]  # fmt: skip
+FormConfig = Annotated[str | None, typer.Argument(metavar="CONFIG|SOURCE",
+    help="The YAML configuration file of a run, or the training data. The run parameters get "
+    "their default values from it. Default: configs/digits.yaml.")]  # fmt: skip
+Label = Annotated[list[str] | None, typer.Option("--label", metavar="COLUMN",
+    help="The column of SOURCE to predict. May be repeated.")]  # fmt: skip
+Assignments = Annotated[list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE",
+    help="Override one key of the configuration. May be repeated.",
+    autocompletion=complete_assignments)]  # fmt: skip
 
 
 def local_path(given: str | Path) -> Path:
@@ -68,66 +48,34 @@ def local_path(given: str | Path) -> Path:
     return Path(text)
 
 
-Workdir = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR",
-        parser=local_path,
-        help="The folder for the output of runs. If storage.root is set, results are published "
-        "below that URI instead.",
-    ),
-]
-Code = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        parser=local_path,
-        help="The folder with your Python modules, such as the module that model.name refers to.",
-    ),
-]
-Resume = Annotated[
-    str | None,
-    typer.Option(metavar="RUN", help="The id of a run to resume.", autocompletion=complete_runs),
-]
+Workdir = Annotated[Path, typer.Option(metavar="DIR", parser=local_path,
+    help="The folder for the output of runs. If storage.root is set, results are published "
+    "below that URI instead.")]  # fmt: skip
+Code = Annotated[Path | None, typer.Option(metavar="DIR", parser=local_path,
+    help="The folder with your Python modules, such as the module that model.name refers to.")
+]  # fmt: skip
+Resume = Annotated[str | None, typer.Option(metavar="RUN", help="The id of a run to resume.",
+    autocompletion=complete_runs)]  # fmt: skip
 Dataset = Annotated[str, typer.Option(metavar="URI", help="The published dataset to train on.")]
 Root = Annotated[str, typer.Option(metavar="URI", help="The storage root. Default: the workdir.")]
 
-Run = Annotated[
-    str,
-    typer.Argument(
-        metavar="RUN", help="The id or the name of the run.", autocompletion=complete_runs
-    ),
-]
-RunsDir = Annotated[
-    Path,
-    typer.Option(
-        metavar="DIR", parser=local_path, help="The folder that contains the runs of this machine."
-    ),
-]
-Cron = Annotated[
-    str,
-    typer.Option(
-        metavar="CRON", help="A cron expression with five fields, or six with seconds first."
-    ),
-]
-Every = Annotated[
-    str,
-    typer.Option(metavar="TIME", help="The time between two starts, such as 90s, 30m, 6h or 1d."),
-]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="The id or the name of the run.",
+    autocompletion=complete_runs)]  # fmt: skip
+RunsDir = Annotated[Path, typer.Option(metavar="DIR", parser=local_path,
+    help="The folder that contains the runs of this machine.")]  # fmt: skip
+Cron = Annotated[str, typer.Option(metavar="CRON",
+    help="A cron expression with five fields, or six with seconds first.")]  # fmt: skip
+Every = Annotated[str, typer.Option(metavar="TIME",
+    help="The time between two starts, such as 90s, 30m, 6h or 1d.")]  # fmt: skip
 Timezone = Annotated[str, typer.Option(metavar="ZONE", help="The time zone of --cron.")]
 Latest = Annotated[
     bool, typer.Option("--latest", help="Start each run with the newest version of the pipeline.")
 ]
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs as soon as possible.")]
 AtOnce = Annotated[int, typer.Option(help="The maximum number of concurrent runs.", min=1, max=10)]
-Image = Annotated[
-    str,
-    typer.Option(
-        metavar="IMAGE",
-        help="The container image of all steps and training tasks. Default: the image of this "
-        "Flotilla version.",
-    ),
-]
+Image = Annotated[str, typer.Option(metavar="IMAGE",
+    help="The container image of all steps and training tasks. Default: the image of this "
+    "Flotilla version.")]  # fmt: skip
 
 
 def _text(metavar: str | None, text: str, *names: str) -> Any:

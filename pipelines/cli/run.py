@@ -213,14 +213,8 @@ def _has_checkpoint(run: LocalRun) -> bool:
 
 
 _KILLED = "the process of the step was killed"
-Step = Annotated[
-    str,
-    typer.Argument(
-        metavar="STEP",
-        help="The step or stage, such as train_model.",
-        autocompletion=complete_steps,
-    ),
-]
+Step = Annotated[str, typer.Argument(metavar="STEP", help="The step or stage, such as train_model.",
+    autocompletion=complete_steps)]  # fmt: skip
 
 
 @answers
