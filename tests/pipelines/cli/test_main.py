@@ -120,6 +120,7 @@ COMMANDS_THAT_WRITE = [
         pytest.param(words.split(), code, marks=pytest.mark.slow)
         for words, code in {
             "run --help": 0, "--help": 0, "--version": 0, "manifest": 0, "nonsense": 2,
+            "run no/such.yaml --json": 2, "compile --image h/n:t --json": 0,
         }.items()
     ),
 ]  # fmt: skip
@@ -161,12 +162,9 @@ def test_lines_that_nobody_can_read_change_no_exit_code(tmp_path):
 def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, code, tmp_path):
     with open("/dev/full", "wb") as full:
         ended, err = called(arguments, tmp_path, stdout=full)
-    assert ended == (code or 1)
-    assert "Traceback" not in err
-    if not code:
-        assert err.splitlines()[-1] == (
-            "flotilla: cannot write to standard output: No space left on device"
-        )
+    [line] = [line for line in err.splitlines() if not line.startswith("wrote ")]
+    said = "cannot write to standard output: No space left on device" if not code else ""
+    assert (ended, line.startswith(f"flotilla: {said}")) == (code or 1, True)
 
 
 TIMED = "import time:"
@@ -194,23 +192,6 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
         assert json.loads(out)["status"] == "interrupted"
     else:
         assert out == ""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "code", "said"),
-    [
-        (["--help"], 1, "cannot write to standard output: No space left on device"),
-        (["run", "no/such.yaml", "--json"], 2, "cannot read the configuration no/such.yaml"),
-        (["compile", "--image", "h/n:t", "--json"], 1, "cannot write to standard output: No space"),
-    ],
-)
-def test_a_full_output_is_one_line(tmp_path, arguments, code, said):
-    with open("/dev/full", "wb") as full:
-        ended, err = called(arguments, tmp_path, stdout=full)
-    lines = [line for line in err.splitlines() if not line.startswith("wrote ")]
-    assert (ended, len(lines)) == (code, 1), err
-    assert lines[0].startswith(f"flotilla: {said}")
 
 
 def test_where_nobody_hears_the_exit_code_still_arrives(tmp_path):

@@ -21,6 +21,7 @@ from flotilla.trainer.config.load import load_config, parse_config
 from flotilla.trainer.config.schema import Config, StorageConfig
 from flotilla.trainer.events import AttemptBegin, FromScratch, RunBegin
 from flotilla.trainer.runtime.errors import ConfigError
+from tests.conftest import ROOT
 from tests.pipelines.step_events import done
 
 CONFIG = Config()
@@ -232,7 +233,6 @@ def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
     os.close(local.new_run(parse_config({}), tmp_path, going.run_id).lock)
 
 
-ROOT = Path(__file__).parents[3]
 # These values contain shell, template, YAML, JSON and KFP syntax. KFP reserves `{{`.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
 # No value here is a default, except for keys that exclude each other.

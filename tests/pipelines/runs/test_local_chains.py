@@ -30,6 +30,7 @@ from flotilla.trainer.storage.local import locked
 from flotilla.trainer.storage.manifest import checksum
 from flotilla.trainer.tasks.registry import make_objective
 from tests.components.called_steps import artifact_in, to_evaluate
+from tests.conftest import ROOT
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.planted import SECRETS, found_in, plant
 from tests.stores.faults import Fault
@@ -103,7 +104,6 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
     assert manifest.fields["warmed_from"] == first.answer["artifacts"]["checkpoint"]
 
 
-ROOT = Path(__file__).parents[3]
 SOFTMAX = setting(model__name="softmax", model__args="{}")
 MNIST_FEW = setting(training__strategy="single", training__validate_every=0, gate__min="{}")
 BETTER = setting(gate__champion__margin=-0.01, training__steps=900)
@@ -263,12 +263,9 @@ def test_an_outage_in_every_stage_ends_no_run(s3, monkeypatch, tmp_path):
         monkeypatch.setenv("AWS_ENDPOINT_URL", wire.url)
         monkeypatch.setattr(s3.plan, "before", strike)
         settings = setting(
-            storage__root=f"s3://{bucket}/root",
-            training__strategy="single",
-            training__steps=200,
-            training__checkpoint_every=100,
-            gate__min__accuracy=0.5,
-        )
+            storage__root=f"s3://{bucket}/root", training__strategy="single", training__steps=200,
+            training__checkpoint_every=100, gate__min__accuracy=0.5,
+        )  # fmt: skip
         done = call("run", tmp_path / "runs", *settings, cwd=tmp_path)
         for each in healers:
             each.join()
@@ -284,12 +281,9 @@ def test_an_outage_in_every_stage_ends_no_run(s3, monkeypatch, tmp_path):
 
 
 SECRETS_FEW = setting(
-    training__steps=20,
-    training__strategy="single",
-    training__checkpoint_every=10,
-    training__validate_every=10,
-    gate__min__accuracy=0.01,
-)
+    training__steps=20, training__strategy="single", training__checkpoint_every=10,
+    training__validate_every=10, gate__min__accuracy=0.01,
+)  # fmt: skip
 # A store response that repeats the request's credentials.
 REFUSAL = (
     "<Error><Code>AccessDenied</Code><Message>denied: Authorization: Bearer {0} at "
@@ -326,13 +320,11 @@ def test_a_whole_run_and_one_that_the_store_refuses_write_no_secret(
     assert list(found_in(texts)) == []
 
 
-CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
+CONFIG = ROOT / "configs" / "digits.yaml"
 SIGNED_FEW = [
-    "training.strategy=single",
-    "training.steps=200",
-    "gate.min.accuracy=0.5",
+    "training.strategy=single", "training.steps=200", "gate.min.accuracy=0.5",
     "evaluation.baseline=none",
-]
+]  # fmt: skip
 
 
 def change(folder, name):

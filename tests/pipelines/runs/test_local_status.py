@@ -192,9 +192,8 @@ def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monk
     monkeypatch.setattr(local_status, "find_process", child)
     monkeypatch.setattr(local_status, "LOOK_SECONDS", 0.0)
     said = [line.split()[-1] for line in flotilla("logs", "digits-1", "-f").out.splitlines()]
-    assert [each for each in said if each in ("one", "two", "more")] == ["one", "two"] + 3 * [
-        "more"
-    ]
+    said = [each for each in said if each in ("one", "two", "more")]
+    assert said == ["one", "two", "more", "more", "more"]
 
 
 @pytest.mark.parametrize(
@@ -232,21 +231,18 @@ def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, goi
     assert going.wait(120) == 0
 
 
-def test_cancel_again_leaves_the_last_checkpoint_to_be_published(flotilla, folder, going):
-    with (folder / "events.jsonl").open("a") as file:
-        file.write(line(events.Interrupted()))
-    answer = flotilla("cancel", "digits-1", "--json")
-    assert (answer.code, answer.json["status"]) == (0, "canceling")
-    assert "run digits-1 is already being cancelled" in answer.err
-    assert going.poll() is None
-
-
-def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):
+def test_cancel_again_or_a_run_of_a_longer_name_ends_no_process(flotilla, folder, going):
     other = folder.parent / "digits-12"
     other.mkdir()
     for name in ("config.json", "events.jsonl", "pipeline.log"):
         (other / name).write_bytes((folder / name).read_bytes())
     assert flotilla("cancel", "digits-12", "--json").json["status"] == "ended"
+    # The last checkpoint is still to be published.
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(line(events.Interrupted()))
+    answer = flotilla("cancel", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "canceling")
+    assert "run digits-1 is already being cancelled" in answer.err
     assert going.poll() is None
 
 
@@ -269,24 +265,22 @@ def test_the_command_line_of_a_started_or_resumed_run_is_found(folder, monkeypat
     assert ("resumed" in started) == (begin > 0)
 
 
-def test_runs_newest_first(flotilla, folder):
-    for number in (2, 3):
-        made = folder.parent / f"digits-{number}"
-        made.mkdir()
-        (made / "config.json").write_text("{}")
-        (made / "events.jsonl").write_text("")
-        os.utime(made / "config.json", (2e9 + number, 2e9 + number))
-    answer = flotilla("runs", "--json")
-    assert [row["run_id"] for row in answer.json["runs"]] == ["digits-3", "digits-2", "digits-1"]
-    assert answer.json["runs"][-1]["state"] == "refused"
-    assert len(flotilla("runs", "--limit", "1", "--json").json["runs"]) == 1
-    assert flotilla("runs", "--workdir", "none").out == "no runs below none\n"
-
-
-def test_a_folder_whose_name_no_line_can_show_is_no_run(folder):
+def test_runs_newest_first_and_those_that_cannot_be_read(flotilla, folder):
     (folder.parent / "red\x1b[31m\n2").mkdir()
     (folder.parent / "red\x1b[31m\n2" / "config.json").write_text("{}", encoding="utf-8")
     assert local_status.run_ids(folder.parent) == [folder.name]
+    for number in (2, 3):
+        made = folder.with_name(f"digits-{number}")
+        shutil.copytree(folder, made)
+        os.utime(made / "config.json", (2e9 + number, 2e9 + number))
+    (made / "events.jsonl").unlink()
+    (made / "events.jsonl").mkdir()
+    rows = flotilla("runs", "--json").json["runs"]
+    states = [("digits-3", "unknown"), ("digits-2", "refused"), ("digits-1", "refused")]
+    assert [(row["run_id"], row["state"]) for row in rows] == states
+    assert "digits-3/events.jsonl: Is a directory" in flotilla("status", "digits-3").err
+    assert len(flotilla("runs", "--limit", "1", "--json").json["runs"]) == 1
+    assert flotilla("runs", "--workdir", "none").out == "no runs below none\n"
 
 
 @pytest.mark.parametrize("run", ["../runs/digits-1", "", ".", "/etc", "digits-1/"])
@@ -324,18 +318,6 @@ def test_the_processes_of_the_machine_are_read_once_for_all_runs(folder, monkeyp
     found = control.list_local(folder.parent, limit=2000)
     assert [each.status for each in found] == ["refused"] * 39
     assert len(looks) == 1
-
-
-def test_events_that_cannot_be_read_are_said_and_hide_no_other_run(flotilla, folder):
-    other = folder.with_name("digits-2")
-    shutil.copytree(folder, other)
-    (other / "events.jsonl").unlink()
-    (other / "events.jsonl").mkdir()
-    rows = flotilla("runs", "--json").json["runs"]
-    assert {row["run_id"]: row["state"] for row in rows} == {
-        "digits-1": "refused", "digits-2": "unknown",
-    }  # fmt: skip
-    assert "digits-2/events.jsonl: Is a directory" in flotilla("status", "digits-2").err
 
 
 def test_runs_of_this_machine_load_no_client_of_kfp():

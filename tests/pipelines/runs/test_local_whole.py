@@ -22,6 +22,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.models import registry as models
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import registry
+from tests.conftest import ROOT
 from tests.pipelines.called import Called, call, calling, content, processes_of, setting
 from tests.trainer.code.referred import referred
 from tests.trainer.page import Page
@@ -415,15 +416,11 @@ def test_edits_during_a_run_do_not_change_it(here):
     assert first.metrics["code"] != uri
 
 
-CONFIG = Path(__file__).parents[3] / "configs" / "digits.yaml"
+CONFIG = ROOT / "configs" / "digits.yaml"
 TRACKED_FEW = [
-    f"training.steps={STEPS}",
-    "training.checkpoint_every=100",
-    "training.validate_every=100",
-    "training.strategy=single",
-    "evaluation.baseline=none",
-    "gate.min.accuracy=0.5",
-]
+    f"training.steps={STEPS}", "training.checkpoint_every=100", "training.validate_every=100",
+    "training.strategy=single", "evaluation.baseline=none", "gate.min.accuracy=0.5",
+]  # fmt: skip
 
 
 @pytest.fixture
