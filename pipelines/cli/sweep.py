@@ -73,8 +73,8 @@ def sweep(pods: Any, given: dict[str, Any]) -> Answer:
     from flotilla.pipelines.sweeps import SweepOptions
 
     workdir, resume, to_compile, output_file, image = (given.pop(name) for name in _OTHERS)
-    lists = {"label": given.pop("label"), "settings": given.pop("assignments")}
-    options = SweepOptions(**given, **{name: tuple(each or ()) for name, each in lists.items()})
+    settings, label = (tuple(given.pop(name) or ()) for name in ("assignments", "label"))
+    options = SweepOptions(**given, settings=settings, label=label)
     if resume is not None and to_compile:
         raise ConfigError(
             "--resume continues a sweep on this machine and cannot be combined with --compile"

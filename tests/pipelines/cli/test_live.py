@@ -23,9 +23,9 @@ def progress(step, time, **fields):
 def lines_of(capsys):
     """Return a function that shows events and returns the lines on standard error."""
 
-    def show(*shown):
+    def show(*given):
         with Display() as display:
-            for event in shown:
+            for event in given:
                 display(event)
         out, err = capsys.readouterr()
         assert not out

@@ -215,6 +215,7 @@ def test_the_user_interface_of_one_user_reads_the_store_for_this_machine(
     def share(_workflow, _run):
         instance.has_ui, instance.multi_user = True, is_shared
 
+    instance.has_ui = not is_shared
     answer = waited([share, *BLESSED])
     assert (answer.code, answer.json["status"]) == (int(is_shared), status), answer.err
     assert answer.json["metrics"] == metrics

@@ -182,7 +182,7 @@ def test_a_sampled_trial_that_is_not_allowed_has_failed(machine, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_promotion_is_all_that_is_done_again_and_a_refusal_stands(machine, tmp_path):
+def test_an_interrupted_promotion_alone_is_done_again_and_a_refusal_remains(machine, tmp_path):
     machine.promotion = replace(machine.promotion, status="interrupted", exit_code=130)
     result = swept(tmp_path)
     assert result.exit_code == 130
