@@ -99,14 +99,16 @@ class Step(SimpleNamespace):
         return run_stage(name, self.at, lambda output: work(Step(**given, output=output)))
 
 
-def run(work: Callable[[Step], _Result], call: Mapping[str, Any]) -> _Result:
+def run(work: Callable[[Step], _Result], call: Mapping[str, Any], name: str = "") -> _Result:
     """Run the body of a step with the `locals()` of its component.
+
+    `name` is the name of the step, by default that of the module that defines `work`.
 
     Raises:
         SystemExit: a stage failed, or the step was asked to stop; the error was already reported.
     """
     given = {name: value for name, value in call.items() if not callable(value)}
-    name = work.__module__.rpartition(".")[2]
+    name = name or work.__module__.rpartition(".")[2]
     at = _find_run(given)
     step = Step(**given, at=at)
     signals.end_with_parent()

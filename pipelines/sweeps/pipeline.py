@@ -20,9 +20,7 @@ from typing import Any
 from kfp import dsl
 
 from flotilla.components.image import IMAGE
-from flotilla.components.sweeps.choose_trial import choose_trial
-from flotilla.components.sweeps.finish_sweep import finish_sweep
-from flotilla.components.sweeps.run_trial import run_trial
+from flotilla.components.sweeps import choose_trial, finish_sweep, run_trial
 from flotilla.pipelines.compile import write_pipeline
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from flotilla.pipelines.sweeps import SweepOptions, plan_sweep

@@ -28,13 +28,9 @@ from flotilla.pipelines.training import COMPONENTS, Wiring, load_component, loca
 from flotilla.trainer.config.form import FIELDS
 
 ROOT = Path(__file__).parents[2]
-
-
 SOURCES = [
     path for name in ("components", "pipelines", "trainer") for path in (ROOT / name).rglob("*.py")
 ]
-
-
 NEW = StepSpec(
     name="count_labels",
     stages=(StageSpec(name="count_labels"),),
@@ -57,7 +53,7 @@ def files():
     return {
         path.stem
         for path in (ROOT / "components").glob("*.py")
-        if "\n@component\n" in path.read_text(encoding="utf-8")
+        if "\n@component\n" in path.read_text(encoding="utf-8") and path.stem != "sweeps"
     }
 
 
@@ -104,9 +100,7 @@ def test_a_step_without_a_row_is_one_clear_error():
 
 
 def test_a_row_without_a_file_names_the_file():
-    with pytest.raises(
-        ModuleNotFoundError, match=r"No module named .flotilla\.components\.count_labels"
-    ):
+    with pytest.raises(ModuleNotFoundError, match=r"flotilla\.components\.count_labels"):
         load_component(NEW)
 
 
@@ -169,20 +163,15 @@ def test_it_loads_neither_kfp_nor_tensorflow():
     assert found.stdout == "set()\n"
 
 
-def function_of(component):
-    source = inspect.getsource(component.python_func)
-    return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
-
-
 @pytest.fixture(params=COMPONENTS, ids=lambda component: component.name)
 def component(request):
     return request.param
 
 
 def test_its_body_is_imports_and_one_call(component):
-    name, body = component.python_func.__name__, function_of(component).body
-    said = [ast.unparse(each) for each in body[1:]]
-    *imported, call = said
+    name, source = component.python_func.__name__, inspect.getsource(component.python_func)
+    [function] = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
+    *imported, call = [ast.unparse(each) for each in function.body[1:]]
     frame = "from flotilla.components.records.record import run"
     assert sorted(imported) == sorted([f"from flotilla.components.{name} import work", frame])
     assert call.removeprefix("return ") == "run(work, locals())"
@@ -201,13 +190,10 @@ def test_its_stages_read_only_what_they_take(component):
     assert read <= taken
 
 
-def test_its_image_is_the_one_and_it_installs_nothing(component):
+def test_its_image_is_the_one_it_installs_nothing_and_it_says_what_it_does(component):
     container = component.component_spec.implementation.container
     assert container.image == IMAGE
     assert "pip" not in " ".join(container.command[:3])
-
-
-def test_it_says_what_it_does(component):
     assert inspect.getdoc(component.python_func)
 
 

@@ -2,13 +2,13 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from flotilla.components import launchers, train_model
+from flotilla.components import launchers, sweeps, train_model
 from flotilla.components.records.step_record import PublishedRecord
-from flotilla.components.sweeps import choose_trial, finish_sweep, run_trial
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import StepResult
@@ -18,6 +18,12 @@ from tests.components.called_steps import artifact_in, ended
 from tests.trainer.sweeps.test_sweep import a_sweep, reached
 
 RUN = "digits-1"
+SWEEP = a_sweep()
+TRIALS = [
+    replace(reached(SWEEP, trial, 0, value), checkpoint=f"file:///c{trial.number}")
+    for trial, value in zip(SWEEP.trials, (0.5, 0.25), strict=True)
+]
+SETTINGS = {"cluster": {"launcher": "jobset"}}
 
 
 @pytest.fixture
@@ -39,24 +45,20 @@ def trained(monkeypatch):
         return "file:///checkpoint"
 
     monkeypatch.setattr(train_model, "work", train)
-    monkeypatch.setattr(run_trial, "run", lambda work, call: work(SimpleNamespace(**call)))
+    monkeypatch.setattr(sweeps, "run", lambda work, call: work(SimpleNamespace(**call)))
     return calls, ends
 
 
 def step(root, place="1", rung=0):
-    text = json.dumps(tree_of(a_sweep()))
+    text = json.dumps(tree_of(SWEEP))
     config = Config().model_dump_json()
     training = ("file:///d", "image", "secret", None, None)
-    return run_trial.run_trial.python_func(config, root, RUN, text, place, rung, *training)
-
-
-def run(root, **named):
-    return json.loads(step(root, **named))
+    return sweeps.run_trial.python_func(config, root, RUN, text, place, rung, *training)
 
 
 def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
     calls, _ = trained
-    found = run(root)
+    found = json.loads(step(root))
     ((config, run_id),) = calls
     assert run_id == "digits-1-t02"
     assert config.training.steps == 30
@@ -69,9 +71,9 @@ def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
 
 def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained, root):
     calls, _ = trained
-    run(root)
-    run_trial.publish_survivors(root, RUN, 1, [2])
-    found = run(root, place="0", rung=1)
+    step(root)
+    sweeps.publish_survivors(root, RUN, 1, [2])
+    found = json.loads(step(root, place="0", rung=1))
     assert {run_id for _, run_id in calls} == {"digits-1-t02"}
     assert [each["steps"] for each in found["results"]] == [30, 90]
 
@@ -79,15 +81,15 @@ def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained
 def test_a_failure_is_a_result_with_its_cause(trained, root):
     _, ends = trained
     ends["digits-1-t02"] = (1, "training diverged")
-    found = run(root)
+    found = json.loads(step(root))
     assert (found["status"], found["error"]) == ("failed", "training diverged")
-    assert run_trial.read_trial(root, RUN, a_sweep().trials[1]).error == "training diverged"
+    assert sweeps.read_trial(root, RUN, SWEEP.trials[1]).error == "training diverged"
 
 
 def test_a_place_that_no_trial_takes_ends_at_once(trained, root):
     calls, _ = trained
-    run_trial.publish_survivors(root, RUN, 1, [2])
-    assert step(root, place="1", rung=1) == run_trial.EMPTY
+    sweeps.publish_survivors(root, RUN, 1, [2])
+    assert step(root, place="1", rung=1) == sweeps.EMPTY
     assert calls == []
 
 
@@ -95,25 +97,18 @@ def test_an_interrupt_is_none(trained, root):
     _, ends = trained
     ends["digits-1-t02"] = (130, "interrupted")
     with pytest.raises(SystemExit) as ended:
-        run(root)
+        step(root)
     assert ended.value.code == 130
 
 
 def test_a_parameter_that_is_no_sweep_is_refused():
     for text in ("", "{", "{}"):
         with pytest.raises(ConfigError, match="flotilla sweep --compile"):
-            run_trial.parse_sweep(text)
-
-
-SWEEP = a_sweep()
-TRIALS = [
-    replace(reached(SWEEP, trial, 0, value), checkpoint=f"file:///c{trial.number}")
-    for trial, value in zip(SWEEP.trials, (0.5, 0.25), strict=True)
-]
+            sweeps.parse_sweep(text)
 
 
 def going(root, rung):
-    found = (run_trial._find_trial(SWEEP, root, "digits-1", place, rung) for place in range(2))
+    found = (sweeps._find_trial(SWEEP, root, RUN, place, rung) for place in range(2))
     return [each.number for each in found if each]
 
 
@@ -121,7 +116,7 @@ def chosen(root, *trials, rung=0):
     texts = [json.dumps(tree_of(each)) for each in trials]
     text = json.dumps(tree_of(SWEEP))
     config = Config().model_dump_json()
-    return choose_trial.choose_trial.python_func(config, root, "digits-1", text, texts, rung)
+    return sweeps.choose_trial.python_func(config, root, RUN, text, texts, rung)
 
 
 def test_the_best_goes_on_with_its_own_configuration(root):
@@ -140,7 +135,7 @@ def test_one_that_failed_is_not_chosen(root):
 
 
 def test_where_a_whole_rung_failed_the_best_of_the_one_before_is_chosen(root):
-    known = storage.join(root, "digits-1", "trials", "0001.json")
+    known = storage.join(root, RUN, "trials", "0001.json")
     storage.write_bytes(known, json.dumps(tree_of(TRIALS[0])).encode())
     lost = replace(TRIALS[1], rung=1, status="failed", error="lost")
     found = chosen(root, lost, rung=1)
@@ -156,15 +151,10 @@ def test_where_all_failed_the_sweep_fails_with_the_first_cause(root, capsys):
     assert "all 2 trials failed; the first error: no data" in capsys.readouterr().err
 
 
-SETTINGS = {"cluster": {"launcher": "jobset"}}
-
-
 def finished(root, folder, text):
     pages = [artifact_in(folder) for _ in range(3)]
     (folder / "kfp").mkdir()
-    finish_sweep.finish_sweep.python_func(
-        ended("FAILED", "x"), root, SETTINGS, "run-1", text, *pages
-    )
+    sweeps.finish_sweep.python_func(ended("FAILED", "x"), root, SETTINGS, "run-1", text, *pages)
     return pages
 
 
@@ -177,15 +167,13 @@ def test_the_jobs_of_all_trials_end_and_their_table_is_published(root, tmp_path,
             raise UserError("the API does not answer")
 
     monkeypatch.setattr(launchers, "end", end)
-    report, _, table = finished(root, tmp_path, json.dumps(tree_of(a_sweep())))
+    report, _, table = finished(root, tmp_path, json.dumps(tree_of(SWEEP)))
     assert asked == [(SETTINGS, f"run-1{of}") for of in ("-t01", "-t02", "")]
     text = storage.read_bytes(storage.join(root, "run-1", "sweep.md"))
     assert b"run-1" in text
     assert b"<html" in storage.read_bytes(storage.join(root, "run-1", "sweep.html"))
-    with open(table.path, "rb") as file:
-        assert file.read() == text
-    with open(report.path, encoding="utf-8") as file:
-        assert "<html" in file.read()
+    assert Path(table.path).read_bytes() == text
+    assert b"<html" in Path(report.path).read_bytes()
 
 
 def test_a_parameter_that_is_no_sweep_keeps_no_report_from_being_written(
@@ -193,5 +181,4 @@ def test_a_parameter_that_is_no_sweep_keeps_no_report_from_being_written(
 ):
     monkeypatch.setattr(launchers, "end", lambda *_: None)
     report, *_ = finished(root, tmp_path, "{")
-    with open(report.path, encoding="utf-8") as file:
-        assert "<html" in file.read()
+    assert b"<html" in Path(report.path).read_bytes()

@@ -1,1 +1,0 @@
-"""The steps that exist only in the pipeline of a sweep."""
