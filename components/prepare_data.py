@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from kfp import dsl
 
-from flotilla.components import contract, descriptor, in_use
-from flotilla.components.image import component
+from flotilla.components import descriptor, in_use
+from flotilla.components.image import check_mark, component, mark_component
 from flotilla.components.records import run_store, step_record
 from flotilla.components.records.record import Step
 from flotilla.components.records.run_store import choose_output
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 # The arguments up to `settings` are the fields of KFP's form. A test compares them with
 # `flotilla.trainer.config.form`.
-@contract.mark_component
+@mark_component
 @component
 def prepare_data(
     name: str,
@@ -120,7 +120,7 @@ def resolve(step: Step) -> Prepared:
 
 def resolve_config(step: Step) -> Prepared:
     """Build, check and publish the configuration. The result is `ready` or `unchanged`."""
-    contract.check()
+    check_mark()
     artifact, config = step.configuration, from_form(vars(step))
     root = run_store.find_root(config.storage.root, artifact.uri, step.kfp_run_id)
     if os.environ.get("KFP_POD_NAME"):

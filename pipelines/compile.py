@@ -18,8 +18,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
-from flotilla.components import contract
-from flotilla.components.image import IMAGE
+from flotilla.components.image import IMAGE, find_mark
 from flotilla.pipelines.step_settings import NO_SETTINGS, StepPods, check_image
 from flotilla.pipelines.training import COMPONENTS, cluster_pipeline
 from flotilla.trainer.config.form import SETTINGS
@@ -190,7 +189,7 @@ def read_mark(spec: Mapping[str, Any] | None) -> str:
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():
-        if mark := contract.find_mark((executor.get("container") or {}).get("args") or ()):
+        if mark := find_mark((executor.get("container") or {}).get("args") or ()):
             return mark
     return ""
 

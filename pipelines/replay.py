@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Unpack
 
-from flotilla.components import contract
+from flotilla.components.image import MARK_OPTION, own_mark, required_arguments
 from flotilla.components.launchers import DEBUGGER
 from flotilla.components.records import run_store
 from flotilla.components.records.record import STOPPING
@@ -164,7 +164,7 @@ def evaluate(
 
 def require_arguments(given: run_store.Given) -> None:
     """Raise a `UserError` if the record lacks an argument of this version's step."""
-    needed = contract.required_arguments(given.step)
+    needed = required_arguments(given.step)
     if missing := sorted(needed - {*given.arguments, *given.artifacts}):
         made_by = given.version
         if made_by == version("kfp-flotilla") and given.commit:
@@ -412,7 +412,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     tree = json.loads((folder / CALL).read_text(encoding="utf-8"))
     # Pass the mark of this version, because the run has already checked its own mark.
-    sys.argv = [tree["step"], contract.OPTION, contract.mark()]
+    sys.argv = [tree["step"], MARK_OPTION, own_mark()]
     try:
         _call(tree["step"], tree["arguments"], tree["artifacts"], folder)
     # Every error is raised again. With `debug`, the debugger opens first.

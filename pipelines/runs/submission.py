@@ -15,7 +15,7 @@ from typing import Any, Unpack
 
 from kfp_server_api import V2beta1Experiment, V2beta1Pipeline
 
-from flotilla.components import contract
+from flotilla.components.image import describe_mark, is_of_this_code, own_mark
 from flotilla.components.in_use import publish_code
 from flotilla.components.records.run_store import FLOTILLA
 from flotilla.pipelines import notebook
@@ -68,14 +68,14 @@ class Version:
     @property
     def is_of_this_code(self) -> bool:
         """Whether the version has the same steps as this code."""
-        return contract.is_of_this_code(read_mark(self.spec))
+        return is_of_this_code(read_mark(self.spec))
 
     @property
     def origin(self) -> str:
         """The origin of the version, as a phrase for messages."""
         mark = read_mark(self.spec)
         if mark:
-            return f"was compiled by {contract.describe_mark(mark)}"
+            return f"was compiled by {describe_mark(mark)}"
         return "has no mark of Flotilla (it was uploaded by hand or by an older version)"
 
 
@@ -206,7 +206,7 @@ def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
                 f"--version {newest.name}"
             )
             return replace(version, remark=remark)
-    own = contract.describe_mark(contract.mark())
+    own = describe_mark(own_mark())
     remark = (
         f"version {newest.name} {newest.origin}, but this is {own}; to upload the pipeline of this "
         "version, use `flotilla upload`"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from flotilla.components import contract
+from flotilla.components.image import MARK_OPTION, own_mark
 from flotilla.components.records import run_store
 from flotilla.trainer import events, storage
 from flotilla.trainer.cluster import fitting
@@ -24,7 +24,7 @@ def emitted(tmp_path, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["executor", contract.OPTION, contract.mark()])
+    monkeypatch.setattr(sys, "argv", ["executor", MARK_OPTION, own_mark()])
 
 
 @pytest.fixture(autouse=True)

@@ -103,15 +103,10 @@ def test_a_mistake_after_the_preparation_is_one_too(step, monkeypatch):
     assert step.stages == ["resolve_config"]
 
 
-def test_what_fits_is_prepared(step, monkeypatch):
+def test_what_fits_is_prepared_and_an_interrupt_is_one(step, monkeypatch):
     found(monkeypatch, "")
     with prepare_data._try_model(step, CONFIG):
         pass
-    assert not step.stages
-
-
-def test_an_interrupt_is_one(step, monkeypatch):
-    found(monkeypatch, "")
     with pytest.raises(SystemExit, match="130"), prepare_data._try_model(step, CONFIG):
         raise SystemExit(130)
     assert not step.stages
@@ -155,20 +150,9 @@ class TestResolveConfig:
         )
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
 
-    def test_a_root_that_the_other_pods_do_not_see_is_refused(self, values, monkeypatch, capsys):
-        monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
-        code, line = refused(resolve, values, capsys=capsys)
-        assert code == 2
-        assert line.startswith("storage.root: file:///r is a folder in this pod, which no other ")
-
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(run_store.RUN_ID, RUN)
         assert resolve(values).run_id == RUN
-
-    def test_without_a_root_nothing_can_be_published(self, values, capsys):
-        code, line = refused(resolve, {**values, "storage_root": ""}, capsys=capsys)
-        assert code == 1
-        assert line.startswith("storage.root is empty: set it to a URI")
 
     @pytest.mark.parametrize(
         ("output", "root"),
@@ -192,18 +176,40 @@ class TestResolveConfig:
         resolved = resolve(given)
         assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
-    def test_a_wrong_value_is_the_users(self, values, capsys, emitted):
-        wrong = {**values, "steps": -5}
-        code, line = refused(resolve, wrong, capsys=capsys)
-        assert code == 2
-        assert line.startswith("training.steps: -5 is not allowed")
-        assert emitted()[-1].exit_code == 2
+    @pytest.mark.parametrize(
+        "case",
+        [
+            (2, {"steps": -5}, "training.steps: -5 is not allowed"),
+            (
+                2,
+                {"settings": {"training": {"steps": 9.0}}},
+                "settings: the field steps of the form sets training.steps",
+            ),
+            (1, {"storage_root": ""}, "storage.root is empty: set it to a URI"),
+        ],
+    )
+    def test_a_wrong_value_is_the_users(self, values, capsys, emitted, case):
+        expected, changed, begin = case
+        code, line = refused(resolve, {**values, **changed}, capsys=capsys)
+        assert (code, emitted()[-1].exit_code) == (expected, expected)
+        assert line.startswith(begin)
 
-    def test_a_key_that_has_a_field_is_the_users(self, values, capsys):
-        wrong = {**values, "settings": {"training": {"steps": 9.0}}}
-        code, line = refused(resolve, wrong, capsys=capsys)
+    @pytest.mark.parametrize(
+        ("changed", "begin"),
+        [
+            ({}, "storage.root: file:///r is a folder in this pod, which no other "),
+            (
+                {"storage_root": "gs://b/r", "source": "/in/*.csv"},
+                "data.source: /in/*.csv is a path, but this pod does not have",
+            ),
+        ],
+    )
+    def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys, changed, begin):
+        monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
+        monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
+        code, line = refused(resolve, {**values, **changed}, capsys=capsys)
         assert code == 2
-        assert line.startswith("settings: the field steps of the form sets training.steps")
+        assert line.startswith(begin)
 
     @pytest.mark.parametrize("form", [to_form, to_local_form])
     def test_it_takes_what_a_configuration_gives(self, values, form):
@@ -237,14 +243,6 @@ class TestResolveConfig:
         (tmp_path / "b.csv").write_text("a,b\n1,2\n")
         assert version_of(resolve(given)) != version_of(first)
 
-    def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys):
-        monkeypatch.setenv("KFP_POD_NAME", "prepare-data-1")
-        given = {**values, "storage_root": "gs://b/r", "source": "/in/*.csv"}
-        monkeypatch.setattr(run_store, "run_at_first", lambda *_: "")
-        code, line = refused(resolve, given, capsys=capsys)
-        assert code == 2
-        assert line.startswith("data.source: /in/*.csv is a path, but this pod does not have")
-
 
 @pytest.mark.parametrize(
     ("task", "label", "found", "expected"),
@@ -274,27 +272,30 @@ def test_the_positive_class_is_the_champions_where_none_is_named(
     assert made == parse_config({**tree, "task": expected})
 
 
-@pytest.mark.parametrize(("started", "expected"), [("auto", "mlp"), ("mlp", "cnn")])
-def test_a_resumed_run_keeps_the_model_that_was_chosen(started, expected, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("started", "args", "expected"),
+    [
+        ("auto", {}, ("mlp", False)),
+        ("mlp", {}, ("cnn", True)),
+        # An earlier version, which augmented no images, chose this model.
+        ("auto", {"filters": [2]}, ("cnn", False)),
+    ],
+)
+def test_a_resumed_run_keeps_the_model_that_was_chosen(
+    tmp_path, monkeypatch, started, args, expected
+):
     dataset = publish_dataset(tmp_path / "dataset", digits())
-    config = parse_config({"model": {"name": "auto"}})
+    config = parse_config({"model": {"name": "auto", "args": args}})
     monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
     fresh = prepare_data.add_choices(config, dataset, "", RUN).model
-    assert (fresh.name, fresh.args) == ("cnn", {"augment": True})
-    first, then = (parse_config({"model": {"name": name}}) for name in (started, "mlp"))
+    assert (fresh.name, fresh.args["augment"]) == ("cnn", True)
+    before = expected[0] if started == "auto" else "mlp"
+    first, then = (
+        parse_config({"model": {"name": name, "args": args}}) for name in (started, before)
+    )
     (tmp_path / run_store.CONFIG).write_text(first.model_dump_json())
     given = run_store.record_call("train_model", {"config": then.model_dump_json()})
     run_store.write_given(given, "")
-    assert prepare_data.add_choices(config, dataset, "", RUN).model.name == expected
-
-
-def test_a_resumed_run_of_an_earlier_version_augments_no_images(tmp_path, monkeypatch):
-    dataset = publish_dataset(tmp_path / "dataset", digits())
-    config = parse_config({"model": {"name": "auto", "args": {"filters": [2]}}})
-    monkeypatch.setenv(run_store.RUN_FOLDER, str(tmp_path))
-    (tmp_path / run_store.CONFIG).write_text(config.model_dump_json())
-    then = parse_config({"model": {"name": "cnn", "args": {"filters": [2]}}})
-    given = run_store.record_call("train_model", {"config": then.model_dump_json()})
-    run_store.write_given(given, "")
     found = prepare_data.add_choices(config, dataset, "", RUN).model
-    assert (found.name, found.args) == ("cnn", {"filters": [2]})
+    assert (found.name, "augment" in found.args) == expected
+    assert found.args.get("filters") == args.get("filters")

@@ -12,7 +12,7 @@ from typing import Any
 from unittest import mock
 from uuid import uuid4
 
-from flotilla.components import contract
+from flotilla.components.image import MARK_OPTION, own_mark
 from flotilla.components.records.step_record import StepRecord, read_records
 from flotilla.components.table import find_step
 from flotilla.pipelines.replay import OutputArtifact
@@ -95,7 +95,7 @@ class ClusterRun:
             own = {"storage_root": self.root, "kfp_run_id": self.run_id}
         if name == "evaluate_model":
             own["decision_uri"] = str(self.folder / uuid4().hex)
-        compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
+        compiled = mock.patch.object(sys, "argv", ["executor", MARK_OPTION, own_mark()])
         # Skip the trial that runs in parallel with the first step: it takes seconds and has its own
         # tests.
         is_first = name == "prepare_data"

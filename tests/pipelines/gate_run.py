@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from flotilla.components import contract, prepare_data
+from flotilla.components import prepare_data
+from flotilla.components.image import MARK_OPTION, own_mark
 from flotilla.components.records.step_record import StepRecord, read_records
 from flotilla.pipelines.replay import OutputArtifact
 from flotilla.trainer import storage
@@ -43,7 +44,7 @@ def prepared(folder: Path, root: str, *, run_id: str = RUN) -> dict[str, StepRec
         name: OutputArtifact(f"{at}/{name}", folder / f"artifact-{name}")
         for name in ("configuration", "dataset", "validation", "page")
     }
-    compiled = mock.patch.object(sys, "argv", ["executor", contract.OPTION, contract.mark()])
+    compiled = mock.patch.object(sys, "argv", ["executor", MARK_OPTION, own_mark()])
     # Skip the trial of the model: it takes seconds and has its own tests.
     untried = mock.patch.object(fitting, "try_fit", return_value={})
     with compiled, untried, suppress(SystemExit):

@@ -12,8 +12,7 @@ import yaml
 from kfp import compiler
 from kfp import components as kfp_components
 
-from flotilla.components import contract
-from flotilla.components.image import IMAGE, SECRET_KEYS
+from flotilla.components.image import IMAGE, MARK_OPTION, SECRET_KEYS
 from flotilla.components.table import STEPS
 from flotilla.pipelines.compile import compile_all, compile_components, compile_pipeline
 from flotilla.pipelines.step_settings import check_image
@@ -268,14 +267,14 @@ LAST = "is_whole_run: bool = True"
 
 
 def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path):
-    # A pipeline with an additional key; `tests/components/test_contract.py` tests an older one.
+    # A pipeline with an additional key; `tests/components/test_image.py` tests an older one.
     change, mark = (LAST, f"{LAST}, new: int = 5"), "9.9.9 0123456789ab"
     tree = yaml.load((folder / "prepare-data.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     container = tree["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
     *command, source = container["command"]
     assert source.count(change[0]) == 1
     container["command"] = [*command, source.replace(*change)]
-    container["args"] = [*container["args"][:-2], contract.OPTION, mark]
+    container["args"] = [*container["args"][:-2], MARK_OPTION, mark]
     (tmp_path / "prepare-data.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
     ended = run("one", tmp_path, tmp_path, config_of(tmp_path))
     assert ended.returncode != 0

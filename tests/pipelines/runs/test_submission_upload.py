@@ -11,8 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from flotilla.components import contract
-from flotilla.components.image import IMAGE
+from flotilla.components.image import IMAGE, MARK_OPTION, describe_mark, own_mark
 from flotilla.pipelines.compile import own_package, read_mark
 from flotilla.pipelines.runs.kfp_access import Access
 from flotilla.pipelines.runs.kfp_client import connect, containing, equals
@@ -263,7 +262,7 @@ def add(instance, compiled, pipeline_id):
     def added(name, mark):
         spec = copy.deepcopy(dict(compiled.spec))
         container = spec["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
-        container["args"][-2:] = [contract.OPTION, mark] if mark else []
+        container["args"][-2:] = [MARK_OPTION, mark] if mark else []
         return instance.store.add_version(pipeline_id, name, "", spec)
 
     return added
@@ -276,8 +275,8 @@ def the_run_of(instance):
 
 
 def test_ours_has_the_mark_of_this_code(compiled):
-    assert read_mark(compiled.spec) == contract.mark()
-    assert read_mark({"pipeline_spec": compiled.spec, "platform_spec": {}}) == contract.mark()
+    assert read_mark(compiled.spec) == own_mark()
+    assert read_mark({"pipeline_spec": compiled.spec, "platform_spec": {}}) == own_mark()
     assert read_mark(None) == read_mark({"root": {}}) == ""
 
 
@@ -323,7 +322,7 @@ def test_without_a_version_of_ours_the_newest_is_taken_and_named(
     assert (answer.code, the_run_of(instance)) == (0, "by-hand")
     assert "flotilla: warning: version by-hand " in answer.err
     assert origin in answer.err
-    assert f"but this is {contract.describe_mark(contract.mark())}" in answer.err
+    assert f"but this is {describe_mark(own_mark())}" in answer.err
 
 
 @MARKS

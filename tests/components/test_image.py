@@ -6,7 +6,7 @@ import pytest
 import yaml
 from kfp import dsl
 
-from flotilla.components import contract, prepare_data
+from flotilla.components import image, prepare_data
 from flotilla.components.records.record import run
 from flotilla.components.table import STEPS
 from flotilla.pipelines.compile import compile_components, compile_pipeline
@@ -19,46 +19,31 @@ OTHER = "0.9.7 0123456789ab"
 
 
 def compiled(monkeypatch, mark):
-    monkeypatch.setattr(sys, "argv", ["executor", *([contract.OPTION, mark] if mark else [])])
-
-
-@pytest.fixture
-def another(monkeypatch):
-    """Return a function that computes the digest with one step's signature changed."""
-
-    def digest(name, change):
-        real = contract._signature
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                contract,
-                "_signature",
-                lambda step: change(real(step)) if step == name else real(step),
-            )
-            contract._digest.cache_clear()
-            found = contract._digest()
-        contract._digest.cache_clear()
-        return found
-
-    return digest
+    monkeypatch.setattr(sys, "argv", ["executor", *([image.MARK_OPTION, mark] if mark else [])])
 
 
 @pytest.mark.parametrize("step", [step.name for step in STEPS])
-def test_every_step_counts(another, step):
-    assert another(step, lambda text: text) == contract._digest()
-    assert another(step, lambda text: text.replace("str", "int", 1)) != contract._digest()
+def test_every_step_counts(monkeypatch, step):
+    real, before = image._signature, image._digest.__wrapped__()
+
+    def changed(name):
+        return real(name).replace("str", "int", 1) if name == step else real(name)
+
+    monkeypatch.setattr(image, "_signature", changed)
+    assert image._digest.__wrapped__() != before == image._digest()
 
 
 def test_a_signature_is_names_types_and_what_is_returned():
-    assert contract._signature("train_model").startswith("train_model(config: str, root: str, ")
-    assert contract._signature("train_model").endswith(") -> str")
+    assert image._signature("train_model").startswith("train_model(config: str, root: str, ")
+    assert image._signature("train_model").endswith(") -> str")
     with pytest.raises(LookupError, match="no function table"):
-        contract._signature("table")
+        image._signature("table")
 
 
 def test_the_version_is_no_part_of_it(monkeypatch):
-    _, _, digest = contract.mark().partition(" ")
+    _, _, digest = image.own_mark().partition(" ")
     compiled(monkeypatch, f"7.7.7 {digest}")
-    contract.check()
+    image.check_mark()
 
 
 def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
@@ -67,28 +52,31 @@ def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
     for name in ("pipeline.yaml", "prepare-data.yaml"):
         spec = next(yaml.load_all((tmp_path / name).read_text(), yaml.CSafeLoader))
         container = spec["deploymentSpec"]["executors"]["exec-prepare-data"]["container"]
-        assert container["args"][-2:] == [contract.OPTION, contract.mark()]
-    assert contract.OPTION not in (tmp_path / "train-model.yaml").read_text()
+        assert container["args"][-2:] == [image.MARK_OPTION, image.own_mark()]
+    assert image.MARK_OPTION not in (tmp_path / "train-model.yaml").read_text()
 
 
 def test_an_option_without_a_mark_is_none():
-    assert contract.find_mark(["executor", contract.OPTION]) == ""
-    assert contract.find_mark(["executor", contract.OPTION, "1 x", "--more"]) == "1 x"
+    assert image.find_mark(["executor", image.MARK_OPTION]) == ""
+    assert image.find_mark(["executor", image.MARK_OPTION, "1 x", "--more"]) == "1 x"
 
 
-@pytest.mark.parametrize("compiled_by", ["", OTHER], ids=["older", "newer"])
-def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled_by):
+@pytest.mark.parametrize(
+    ("compiled_by", "theirs"),
+    [
+        ("", "an unknown version of Flotilla"),
+        (OTHER, "Flotilla 0.9.7 (steps 0123456789ab)"),
+    ],
+    ids=["older", "newer"],
+)
+def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled_by, theirs):
     compiled(monkeypatch, compiled_by)
     with pytest.raises(ConfigError) as caught:
-        contract.check()
+        image.check_mark()
     line = str(caught.value)
-    theirs = (
-        "Flotilla 0.9.7 (steps 0123456789ab)" if compiled_by else "an unknown version of Flotilla"
-    )
-    assert line.startswith(
-        f"the pipeline was compiled by {theirs}, but the image contains Flotilla "
-    )
-    assert f"(steps {contract.mark().partition(' ')[2]})" in line
+    said = f"the pipeline was compiled by {theirs}, but the image contains Flotilla "
+    assert line.startswith(said)
+    assert f"(steps {image.own_mark().partition(' ')[2]})" in line
     assert "flotilla upload" in line
 
 
