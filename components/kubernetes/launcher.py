@@ -44,9 +44,9 @@ from flotilla.components.kubernetes.client import (
     connect,
     describe_refusal,
 )
-from flotilla.components.kubernetes.deadlines import Deadlines
 from flotilla.components.kubernetes.engine import Engine, Stop, is_stop_requested
 from flotilla.components.kubernetes.heartbeat import Heartbeat
+from flotilla.components.kubernetes.limits import Deadlines, Restarts
 from flotilla.components.kubernetes.logs import EventRelay, Logs
 from flotilla.components.kubernetes.names import NETWORK_POLICIES, PODS, Resource, Tree
 from flotilla.components.kubernetes.pods import program
@@ -59,7 +59,6 @@ from flotilla.components.kubernetes.pods.template import (
     replicas,
 )
 from flotilla.components.kubernetes.requirements import require_sidecars
-from flotilla.components.kubernetes.restarts import Restarts
 from flotilla.components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
 from flotilla.trainer import events
 from flotilla.trainer.cluster.launcher import Job

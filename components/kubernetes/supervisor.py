@@ -21,20 +21,22 @@ from flotilla.components.kubernetes.client import (
     describe_refusal,
     unreachable,
 )
-from flotilla.components.kubernetes.deadlines import Deadlines, PodRefusals, last_events
 from flotilla.components.kubernetes.engine import Engine, JobEnd
+from flotilla.components.kubernetes.limits import Deadlines, PodRefusals, Restarts, last_events
 from flotilla.components.kubernetes.logs import Logs
 from flotilla.components.kubernetes.names import PODS, Tree
 from flotilla.components.kubernetes.pods import pod_state
 from flotilla.components.kubernetes.pods.pod_state import Loss, TaskEnd
 from flotilla.components.kubernetes.pods.template import leading
-from flotilla.components.kubernetes.restarts import Restarts, describe_failure
 from flotilla.trainer import events
 from flotilla.trainer.cluster.launcher import Job, require_end
 from flotilla.trainer.config.topology import Task
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import (
     DONE,
+    FAILED,
+    TRY_AGAIN,
+    USAGE,
     RunInterruptedError,
     TransientError,
     UserError,
@@ -372,9 +374,15 @@ class Supervisor:
         return f"{report}{self._last_events()}"
 
     def _describe(self, end: TaskEnd) -> str:
-        is_program = bool(self.job.config.program.command)
-        tail = self.logs.tail(end.task)
-        return describe_failure(self.api, end, tail, is_program=is_program)
+        """Return a failed task's report: its message if that explains the exit, else the cause."""
+        explains = end.code in (FAILED, TRY_AGAIN, USAGE) or self.job.config.program.command
+        if explains and end.message:
+            return f"{end.message} ({end.task}, pod {end.pod})"
+        report = (
+            f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(self.api, end.uid)}"
+        )
+        lines = " | ".join(self.logs.tail(end.task)) or end.message
+        return f"{report}; last log lines: {lines}" if lines and end.code is not None else report
 
     def _list_pods(self) -> list[Tree]:
         return self.api.list_labelled(PODS, self._kind.selector(self._name))

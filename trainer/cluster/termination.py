@@ -5,7 +5,7 @@ before it becomes the last line of a failed run:
 
 1. The task writes its error here (`trainer/__main__.py`).
 2. The supervisor of the local cluster (`local.py`), or the launcher on Kubernetes
-   (`components/kubernetes/restarts.py`), reads it and raises a `UserError`.
+   (`components/kubernetes/supervisor.py`), reads it and raises a `UserError`.
 3. `components/records/record.py` writes the error into the record and the event of its step.
 4. `pipelines/runs/outcome.py` formats the line, and `pipelines/cli/exit.py` prints it.
 """

@@ -20,6 +20,8 @@ from flotilla.trainer.runtime.errors import UserError
 from tests.kubernetes.cluster import Cluster
 
 SECONDS = 180
+# Exit code and message of a launcher that was interrupted twice.
+TWICE = (130, "interrupted twice; the last published checkpoint is intact")
 ROOT = Path(__file__).parents[3]
 # A launcher in its own process. It imports no test module, because importing the fake cluster would
 # double its start time.
@@ -93,6 +95,24 @@ def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
     return attempt
 
 
+def running_attempt(kube: Cluster, **deadlines: int) -> Attempt:
+    attempt = watching_attempt(kube, **deadlines)
+    kube.run_all()
+    return attempt
+
+
+def complete(kube: Cluster, attempt: Attempt) -> None:
+    """End the chief of a job with 0; the launcher then deletes the job, and succeeds."""
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+
+
+def run_to_end(kube: Cluster, attempt: Attempt) -> None:
+    kube.run_all()
+    complete(kube, attempt)
+
+
 def wait_read(task: str) -> None:
     for thread in threading.enumerate():
         if thread.name == f"log {task}":
@@ -150,3 +170,12 @@ def step(kube: Cluster, tree: dict[str, Any], **job: str) -> Iterator[Step]:
     finally:
         process.kill()
         process.communicate()
+
+
+@contextmanager
+def running_step(kube: Cluster, tree: dict[str, Any] | None = None, *kinds: str) -> Iterator[Step]:
+    """Start an attempt as a process that watches `kinds` of objects, and run its pods."""
+    with step(kube, tree or settings()) as process:
+        kube.wait_watched(*kinds)
+        kube.run_all()
+        yield process

@@ -4,7 +4,7 @@ import pytest
 
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.components.kubernetes.tfjob import TFJobs
-from tests.components.kubernetes.attempts import Attempt, job_of, settings
+from tests.components.kubernetes.attempts import Attempt, complete, job_of, run_to_end, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
 
@@ -34,9 +34,7 @@ def test_an_unfinished_job_of_the_same_manifest_is_adopted(kube, monkeypatch):
     meta = kube.job()["metadata"]
     assert meta["uid"] == before["metadata"]["uid"]
     assert [owner["uid"] for owner in meta["ownerReferences"]] == ["uid-2"]
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    complete(kube, attempt)
     assert not [each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]
 
 
@@ -49,10 +47,7 @@ def test_any_other_job_is_deleted_and_created_again(kube, kind):
     attempt = start_attempt()
     uid = before["metadata"]["uid"]
     kube.store.wait(lambda: [j for j in kube.jobs() if j["metadata"]["uid"] != uid])
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, attempt)
 
 
 def test_a_job_that_goes_while_it_is_adopted_is_looked_for_again(kube, monkeypatch):
@@ -62,10 +57,7 @@ def test_a_job_that_goes_while_it_is_adopted_is_looked_for_again(kube, monkeypat
     kube.faults.add("PATCH .*tfjobs", 404, times=1)
     attempt = start_attempt()
     kube.wait_renewed()
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, attempt)
     assert kube.faults.hits == {"PATCH .*tfjobs": 1}
 
 
@@ -81,9 +73,7 @@ def test_a_job_that_is_being_deleted_is_not_adopted(kube):
     kube.store.wait(
         lambda: any(each.startswith("POST /apis/kubeflow") for each in kube.server.requests)
     )
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
 
 
 def test_a_job_in_another_namespace_has_no_owner_reference(kube, monkeypatch):

@@ -21,21 +21,11 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Task, from_tf_config
 from tests.components.kubernetes.settings import configurations
 from tests.kubernetes import crd, job_validation, jobset_webhook
+from tests.kubernetes.test_jobsets import NEVER_AGAIN
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("jobset-*.yaml"))
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
-POLICY = [
-    {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    {
-        "action": "FailJob",
-        "onExitCodes": {
-            "containerName": "tensorflow",
-            "operator": "In",
-            "values": list(range(1, 128)),
-        },
-    },
-]
 
 
 def fitting(drawn):
@@ -73,10 +63,6 @@ def template(tree, role):
 
 def container(tree, role):
     return template(tree, role)["spec"]["containers"][0]
-
-
-def variables(tree, role):
-    return {each["name"]: each.get("value") for each in container(tree, role)["env"]}
 
 
 def expanded(tree, role, index):
@@ -209,7 +195,7 @@ def test_the_rule_for_lost_pods_comes_before_that_for_final_codes():
             assert "podFailurePolicy" not in spec
             assert template(job, role)["spec"]["restartPolicy"] == "OnFailure"
         else:
-            assert spec["podFailurePolicy"] == {"rules": POLICY}
+            assert spec["podFailurePolicy"] == NEVER_AGAIN
             assert template(job, role)["spec"]["restartPolicy"] == "Never"
     assert job["spec"]["successPolicy"] == {"operator": "All", "targetReplicatedJobs": ["chief"]}
 
@@ -226,14 +212,10 @@ def test_the_settings_of_the_job_are_those_of_the_jobset_and_of_its_jobs():
     job = made({"cluster": {"kubernetes": {"job": settings}}})
     assert job["spec"]["suspend"] is True
     assert job["spec"]["ttlSecondsAfterFinished"] == 60
-    assert (
-        job["metadata"]["labels"].items()
-        >= {
-            "kueue.x-k8s.io/queue-name": "gpus",
-            "team": "a",
-            "flotilla/launcher": "jobset",
-        }.items()
-    )
+    labels = {
+        "kueue.x-k8s.io/queue-name": "gpus", "team": "a", "flotilla/launcher": "jobset",
+    }  # fmt: skip
+    assert job["metadata"]["labels"].items() >= labels.items()
     for each in roles_of(job).values():
         spec = each["template"]["spec"]
         assert (spec["activeDeadlineSeconds"], spec["backoffLimit"]) == (3600, 7)
@@ -242,43 +224,12 @@ def test_the_settings_of_the_job_are_those_of_the_jobset_and_of_its_jobs():
     assert "suspend" not in made()["spec"]
 
 
-def test_only_workers_request_gpus():
-    job = made({"cluster": {"gpus_per_worker": 2, "evaluator": True}})
-    assert container(job, "worker")["resources"] == {"limits": {"nvidia.com/gpu": "2"}}
-    for role in ("ps", "chief", "evaluator"):
-        assert "resources" not in container(job, role)
-        assert variables(job, role)["CUDA_VISIBLE_DEVICES"] == "-1"
-
-
-def test_secrets_are_optional_references_and_their_values_are_nowhere(monkeypatch):
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "never-in-a-manifest")
-    kubernetes = {
-        "pod": {
-            "secret_env": {"AWS_SECRET_ACCESS_KEY": "store/secretkey"},
-            "env_from_secrets": ["more"],
-            "image_pull_secrets": ["pull"],
-        }
-    }
-    job = made({"cluster": {"evaluator": True, "kubernetes": kubernetes}})
-    assert "never-in-a-manifest" not in json.dumps(job)
-    reference = {"name": "store", "key": "secretkey", "optional": True}
-    for role in roles_of(job):
-        own = container(job, role)
-        found = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": reference}}
-        assert found in own["env"]
-        assert {"secretRef": {"name": "more", "optional": True}} in own["envFrom"]
-        assert template(job, role)["spec"]["imagePullSecrets"] == [{"name": "pull"}]
-
-
-def digest(job):
-    return job["metadata"]["annotations"][names.MANIFEST]
-
-
 def test_the_digest_is_that_of_the_job_and_not_of_its_isolation():
-    first, other = made(), made({"training": {"steps": 7}})
-    assert digest(first) == digest(made()) != digest(other)
-    isolated = made()
+    first, other, isolated = made(), made({"training": {"steps": 7}}), made()
     adoption.isolate(JobSets().templates(isolated).values())
     for role in roles_of(isolated):
         assert template(isolated, role)["metadata"]["labels"]["flotilla/network"] == "job"
-    assert digest(isolated) == digest(first)
+    own, its, same = (
+        each["metadata"]["annotations"][names.MANIFEST] for each in (first, other, isolated)
+    )
+    assert own == same != its

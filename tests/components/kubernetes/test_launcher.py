@@ -21,8 +21,13 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import INTERRUPTED, ConfigError, UserError
 from tests.components.kubernetes.attempts import (
     SECONDS,
+    TWICE,
     Attempt,
+    complete,
     job_of,
+    run_to_end,
+    running_attempt,
+    running_step,
     settings,
     step,
     watching_attempt,
@@ -46,14 +51,14 @@ def test_without_a_cluster_the_message_names_the_remedy(monkeypatch, tmp_path):
         launchers.launch(job_of({}))
 
 
-def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monkeypatch):
+@pytest.mark.usefixtures("kube")
+def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://seaweedfs.kubeflow:9000")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-pass-on")
     defaults = PodDefaults(image="ours:2", store_secret="ours")
     place = launcher._place(client.connect(), "models", defaults)
     assert place.defaults == defaults
     assert place.variables == {"AWS_ENDPOINT_URL": "http://seaweedfs.kubeflow:9000"}
-    assert kube.kubeconfig.is_file()
 
 
 @pytest.mark.parametrize("is_adopted", [False, True])
@@ -86,7 +91,8 @@ def test_a_token_names_the_service_account(claims, account):
     assert client._service_account("no token") == ""
 
 
-RIGHT = "create networkpolicies"
+def created(kube):
+    return [each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]
 
 
 def policies(kube):
@@ -108,21 +114,16 @@ def test_a_job_has_a_policy_that_admits_its_own_pods_and_goes_with_it(kube):
     assert policy["metadata"]["labels"][f"{names.APP}part-of"] == "flotilla"
     same = {"podSelector": {"matchLabels": {KIND.label: job["name"]}}}
     assert policy["spec"] == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, attempt)
     assert not policies(kube)
 
 
 def test_without_the_permission_it_goes_on_and_says_so_once(kube, caplog):
     caplog.set_level(logging.WARNING)
-    kube.server.control.deny(USER, RIGHT)
+    kube.server.control.deny(USER, "create networkpolicies")
     attempt = Attempt(job_of(settings()))
     assert not any(map(is_isolated, kube.all_pods().values()))
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
     assert not [each for each in kube.server.requests if "networkpolicies" in each]
     said = [each for each in caplog.messages if "create networkpolicies.networking.k8s.io" in each]
     assert len(said) == 1
@@ -134,17 +135,6 @@ def test_a_policy_that_is_refused_leaves_no_open_job(kube):
     assert "cannot create the network policy of the job" in message
     assert 'cannot create resource "networkpolicies"' in message
     kube.wait_until_deleted()
-
-
-def test_a_retry_that_may_make_policies_adopts_the_job_of_one_that_may_not(kube):
-    job = TFJobs().manifest(job_of(settings()), Place(namespace=NAMESPACE))
-    kube.store.create("tfjobs", NAMESPACE, job)
-    attempt = Attempt(job_of(settings()))
-    kube.run_all()
-    kube.wait_renewed()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    assert not [each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]
 
 
 def test_a_job_of_another_launcher_gets_no_policy():
@@ -173,8 +163,7 @@ def test_cancelled_while_queueing_the_first_request_is_the_delete(kube):
         kube.all_pods()
         before = len(kube.server.requests)
         process.signal()
-        code, _, message = process.end()
-    assert (code, message) == (INTERRUPTED, "interrupted before training began")
+        assert process.end()[::2] == (INTERRUPTED, "interrupted before training began")
     assert next(without_beats(kube.server.requests[before:])).startswith("DELETE ")
     kube.wait_until_deleted()
 
@@ -182,9 +171,7 @@ def test_cancelled_while_queueing_the_first_request_is_the_delete(kube):
 @pytest.mark.cluster
 def test_cancelled_the_launcher_waits_for_the_last_checkpoint(kube):
     kube.store.graceful.add("pods")
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         kube.store.wait(lambda: any("chief-0/log" in each for each in kube.server.requests))
         process.signal()
         kube.store.wait(lambda: not kube.jobs())
@@ -200,21 +187,16 @@ def test_cancelled_the_launcher_waits_for_the_last_checkpoint(kube):
 @pytest.mark.cluster
 def test_a_second_signal_does_not_wait(kube):
     kube.store.graceful.add("pods")
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         process.signal()
         kube.store.wait(lambda: not kube.jobs())
         process.signal()
-        code, _, message = process.end()
-    assert (code, message) == (130, "interrupted twice; the last published checkpoint is intact")
+        assert process.end()[::2] == TWICE
 
 
 @pytest.mark.cluster
 def test_cancelled_while_the_api_is_unreachable_the_delete_is_retried(kube):
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         kube.faults.add("DELETE", 503, times=3)
         process.signal()
         code, _, _ = process.end()
@@ -224,18 +206,14 @@ def test_cancelled_while_the_api_is_unreachable_the_delete_is_retried(kube):
 
 @pytest.mark.cluster
 def test_the_retry_of_a_killed_step_adopts_its_job(kube):
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         uid, heartbeat = kube.job()["metadata"]["uid"], kube.wait_renewed()
         process.signal(signal.SIGKILL)
         assert process.end()[0] == -signal.SIGKILL
     assert kube.job()["metadata"]["uid"] == uid
     retry = Attempt(job_of(settings()))
     kube.wait_renewed(but=heartbeat)
-    kube.finish("chief-0", 0)
-    retry.succeed()
-    kube.wait_until_deleted()
+    complete(kube, retry)
 
 
 @pytest.mark.cluster
@@ -302,8 +280,7 @@ def test_a_job_that_is_deleted_before_its_first_heartbeat_is_said_to_be(kube):
 
 @pytest.mark.slow
 def test_an_outage_of_the_api_loses_no_line(kube, capfd):
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     kube.write_log("chief-0", "before")
     kube.server.go_down()
     kube.write_log("chief-0", "meanwhile")
@@ -314,49 +291,27 @@ def test_an_outage_of_the_api_loses_no_line(kube, capfd):
     kube.wait_until_deleted()
     out = capfd.readouterr().out.splitlines()
     assert [line for line in out if "chief-0" in line] == [
-        "[chief-0] before",
-        "[chief-0] meanwhile",
-    ]
-
-
-@pytest.mark.slow
-def test_an_unreachable_api_fails_after_its_deadline(kube, monkeypatch):
-    monkeypatch.setattr(launcher, "REMOVAL_SECONDS", 1)
-    attempt = watching_attempt(kube, unreachable=2)
-    kube.run_all()
-    kube.server.go_down()
-    message = attempt.failure()
-    assert "has not answered for 2 s (cluster.kubernetes.deadlines.unreachable)" in message
+        "[chief-0] before", "[chief-0] meanwhile",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "status", [429, *(pytest.param(code, marks=pytest.mark.slow) for code in (500, 503)), 0]
+    "status", [429, *(pytest.param(code, marks=pytest.mark.slow) for code in (401, 500, 503)), 0]
 )
-def test_a_busy_api_is_retried(kube, status):
+def test_a_busy_api_and_an_expired_token_are_retried(kube, status):
     kube.faults.add("(POST|GET|DELETE) .*tfjobs", status, times=3, headers={"Retry-After": "1"})
-    attempt = watching_attempt(kube)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, watching_attempt(kube))
 
 
 def test_a_lost_answer_creates_no_second_job(kube):
     kube.faults.add("POST .*tfjobs", 500, late=True, times=1)
-    attempt = watching_attempt(kube)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    assert (
-        len([each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]) == 2
-    )
-    kube.wait_until_deleted()
+    run_to_end(kube, watching_attempt(kube))
+    assert len(created(kube)) == 2
 
 
 def test_an_expired_watch_lists_again(kube, monkeypatch):
     monkeypatch.setattr(client, "FIRST_WAIT", 0.05)
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     kube.store.wait(lambda: sum("watch=" in each for each in kube.server.requests) >= 2)
     with kube.store.changed:
         # The events of the outage have expired, so only a new list can show what happened.
@@ -368,29 +323,10 @@ def test_an_expired_watch_lists_again(kube, monkeypatch):
     kube.wait_until_deleted()
 
 
-def test_without_permission_for_events_everything_else_works(kube):
-    kube.faults.add("GET .*/events", 403)
-    attempt = watching_attempt(kube, max_restarts=0)
-    kube.run_all()
-    kube.finish("worker-0", 137)
-    message = attempt.failure()
-    assert "the launcher lacks permission to list events" in message
-    kube.wait_until_deleted()
-
-
-def test_without_permission_to_watch_the_message_names_the_remedy(kube):
-    kube.faults.add("GET .*pods.*watch=", 403)
+@pytest.mark.parametrize("request_of", ["GET .*pods.*watch=", "POST .*tfjobs"])
+def test_without_permission_the_message_names_the_remedy(kube, request_of):
+    kube.faults.add(request_of, 403)
     assert "the permissions in deploy/" in Attempt(job_of(settings())).failure()
-    kube.wait_until_deleted()
-
-
-@pytest.mark.slow
-def test_an_expired_token_is_retried(kube):
-    kube.faults.add("GET .*(pods|tfjobs)", 401, times=4)
-    attempt = watching_attempt(kube)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
     kube.wait_until_deleted()
 
 
@@ -401,23 +337,18 @@ def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
     kube.faults.add(r"GET .*/pods\?", 503, times=1)
     attempt = Attempt(job_of(settings()))
     kube.store.wait(lambda: kube.faults.hits)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, attempt)
 
 
 def test_a_refused_heartbeat_is_retried(kube):
-    attempt = watching_attempt(kube, heartbeat=1)
-    kube.run_all()
+    attempt = running_attempt(kube, heartbeat=1)
     kube.wait_renewed()
     kube.faults.add("PATCH .*leases", 403, times=2)
     kube.store.wait(lambda: kube.faults.hits.get("PATCH .*leases") == 2)
     [before] = kube.leases()
     kube.store.wait(lambda: kube.leases() != [before])
     assert kube.faults.hits == {"PATCH .*leases": 2}
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    complete(kube, attempt)
 
 
 def test_without_the_kind_the_message_names_what_to_install(kube):
@@ -455,14 +386,7 @@ def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
     )
     kube.server.control.is_webhook_silent = False
     attempt = watching_attempt(kube)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-
-
-def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
-    kube.faults.add("POST .*tfjobs", 403)
-    assert "the permissions in deploy/" in Attempt(job_of(settings())).failure()
+    run_to_end(kube, attempt)
 
 
 @pytest.fixture
@@ -495,8 +419,7 @@ def written(kube, tmp_path, caplog, capfd, error=""):
 def test_a_job_has_no_secret_and_the_token_is_sent_as_a_header_alone(
     around, tmp_path, caplog, capfd
 ):
-    attempt = watching_attempt(around)
-    around.run_all()
+    attempt = running_attempt(around)
     around.write_log("chief-0", "a line")
     around.finish("chief-0", 0)
     attempt.succeed()
@@ -519,13 +442,14 @@ def test_a_refusal_that_echoes_the_headers_shows_no_token(
 
 
 @pytest.mark.slow
-def test_an_unreachable_api_shows_no_token(around, tmp_path, caplog, capfd, monkeypatch):
+def test_an_unreachable_api_fails_after_its_deadline_and_shows_no_token(
+    around, tmp_path, caplog, capfd, monkeypatch
+):
     monkeypatch.setattr(launcher, "REMOVAL_SECONDS", 1)
-    attempt = watching_attempt(around, unreachable=2)
-    around.run_all()
+    attempt = running_attempt(around, unreachable=2)
     around.server.go_down()
     message = attempt.failure()
-    assert "has not answered" in message
+    assert "has not answered for 2 s (cluster.kubernetes.deadlines.unreachable)" in message
     assert list(found_in(written(around, tmp_path, caplog, capfd, message))) == []
 
 

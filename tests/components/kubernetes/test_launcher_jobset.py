@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from flotilla.components import launchers
 from flotilla.components.kubernetes import client, names
 from flotilla.components.kubernetes.client import Api, connect
 from flotilla.components.kubernetes.engine import Stop, SuspendingStop
@@ -22,6 +21,7 @@ from tests.components.kubernetes.attempts import (
     Attempt,
     heard,
     job_of,
+    running_step,
     settings,
     step,
     without_beats,
@@ -71,6 +71,17 @@ def kill_launcher(kube):
         process.end()
 
 
+def manifest(**more):
+    return JobSets().manifest(job_of(tree_of(**more)), Place(namespace=NAMESPACE))
+
+
+@pytest.fixture
+def training(kube):
+    with running_step(kube, tree_of(), "jobsets", "pods") as process:
+        kube.wait_followed("chief-0")
+        yield process
+
+
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch, kube):
     """Install JobSet, and let the test end deleted pods; return a function that reads events."""
@@ -89,8 +100,11 @@ def fail(kube, attempt):
     return message
 
 
-def is_terminating(pod):
-    return "deletionTimestamp" in pod["metadata"]
+def wait_terminating(kube):
+    """Wait until every pod is being deleted."""
+    kube.store.wait(
+        lambda: all(each["metadata"].get("deletionTimestamp") for each in kube.pods().values())
+    )
 
 
 def delete_gracefully(kube, task):
@@ -113,12 +127,6 @@ def kill(kube, task):
 
 
 LOSSES = [delete_gracefully, evict, delete_by_force, kill]
-
-
-def test_a_run_succeeds_and_nothing_is_left(kube):
-    attempt = start(kube, workers=2)
-    assert {task.rpartition("-")[0] for task in uids(kube)} == {"chief", "ps", "worker"}
-    finish(kube, attempt)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +166,11 @@ def test_a_pod_that_is_deleted_with_its_job_counts_once(kube, run_events, monkey
     monkeypatch.setattr(JobSets, "bring_back", delete_later)
     monkeypatch.setattr(Supervisor, "_is_back", lambda *_: False)
     kube.finish("worker-0", 137)
-    kube.store.wait(lambda: any(map(is_terminating, kube.store.all("pods", NAMESPACE))))
+    kube.store.wait(
+        lambda: [
+            p for p in kube.store.all("pods", NAMESPACE) if "deletionTimestamp" in p["metadata"]
+        ]
+    )
     kube.end_deleted()
     pods.running(kube.store, kube.pod("worker-0", but=recreated[0]))
     finish(kube, attempt)
@@ -255,19 +267,12 @@ def test_a_job_that_loses_its_room_waits_and_goes_on(kube, run_events):
     before = uids(kube)
     for task in before:
         kube.wait_followed(task)
-
-    def suspend(value):
-        name = kube.jobset()["metadata"]["name"]
-        kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": value}})
-
     with heard(Suspension):
-        suspend(True)
-    kube.store.wait(
-        lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
-    )
+        kube.suspend(kube.jobset(), True)
+    wait_terminating(kube)
     kube.end_deleted({"chief-0": 130})
     kube.store.wait(lambda: not kube.pods())
-    suspend(False)
+    kube.suspend(kube.jobset(), False)
     kube.run_all()
     assert not set(uids(kube).values()) & set(before.values())
     finish(kube, attempt)
@@ -281,14 +286,6 @@ class TestCancelled:
 
     pytestmark = pytest.mark.cluster
 
-    @pytest.fixture
-    def training(self, kube):
-        with step(kube, tree_of()) as process:
-            kube.wait_watched("jobsets", "pods")
-            kube.run_all()
-            kube.wait_followed("chief-0")
-            yield process
-
     def test_the_job_is_suspended_and_deleted_when_no_pod_runs(self, kube, training):
         before = len(kube.server.requests)
         training.signal()
@@ -297,14 +294,11 @@ class TestCancelled:
         writes = [request for request in asked if not request.startswith("GET")]
         # The signal handler must suspend the job before it does anything else.
         assert writes[0].startswith("PATCH /apis/jobset")
-        kube.store.wait(
-            lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
-        )
+        wait_terminating(kube)
         kube.finish("chief-0", 130, MESSAGE)
         assert kube.jobsets()
         kube.end_deleted()
-        code, _, message = training.end()
-        assert (code, message) == (INTERRUPTED, MESSAGE)
+        assert training.end()[::2] == (INTERRUPTED, MESSAGE)
         kube.wait_until_deleted()
 
     def test_with_the_controller_away_the_guard_is_asked(self, kube, training):
@@ -321,30 +315,17 @@ class TestCancelled:
         assert training.end()[0] == INTERRUPTED
         kube.wait_until_deleted()
 
-    def test_a_second_signal_deletes_the_job_at_once(self, kube, training):
-        training.signal()
-        kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
-        training.signal()
-        kube.store.wait(lambda: not kube.jobsets())
-        code, _, message = training.end()
-        assert (code, message) == (
-            INTERRUPTED,
-            "interrupted twice; the last published checkpoint is intact",
-        )
-
     def test_the_exit_step_suspends_what_a_killed_launcher_has_left(self, kube, training):
         training.signal(signal.SIGKILL)
         training.end()
         ended = threading.Thread(
             target=delete_jobs,
-            args=(launchers.engine("jobset"), Config().cluster.kubernetes, "run-1"),
+            args=(JobSets(), Config().cluster.kubernetes, "run-1"),
             daemon=True,
         )
         ended.start()
         kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
-        kube.store.wait(
-            lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
-        )
+        wait_terminating(kube)
         kube.end_deleted()
         ended.join(60)
         assert not ended.is_alive()
@@ -352,12 +333,11 @@ class TestCancelled:
 
 
 def test_kueue_would_resume_a_job_so_that_its_guard_is_asked():
-    engine = launchers.engine("jobset")
-    job = engine.manifest(job_of(tree_of(job={"queue_name": "gpus"})), Place(namespace=NAMESPACE))
+    job = manifest(job={"queue_name": "gpus"})
     job["metadata"]["uid"] = "1"
-    assert type(engine.stop(job)) is Stop
+    assert type(JobSets().stop(job)) is Stop
     del job["metadata"]["labels"][names.KUEUE]
-    assert type(engine.stop(job)) is SuspendingStop
+    assert type(JobSets().stop(job)) is SuspendingStop
 
 
 def test_the_heartbeat_goes_on_with_the_controller_away(kube):
@@ -371,11 +351,7 @@ def test_the_heartbeat_goes_on_with_the_controller_away(kube):
 
 
 def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube):
-    with step(kube, tree_of()) as process:
-        kube.run_all()
-        kube.wait_renewed()
-        process.signal(signal.SIGKILL)
-        process.end()
+    kill_launcher(kube)
     kube.job_controller.backoff_seconds = 0.01
     before = uids(kube)
     evict(kube, "worker-0")
@@ -414,10 +390,9 @@ class TestRefused:
         assert "selector app.kubernetes.io/name=jobset" in message
 
     def test_a_job_of_that_name_which_is_none_of_ours_stays(self, kube):
-        engine = launchers.engine("jobset")
-        job = engine.manifest(job_of(tree_of()), Place(namespace=NAMESPACE))
+        job = manifest()
         job["metadata"] |= {"labels": {"team": "a"}, "annotations": {}}
-        Api(connect(), NAMESPACE).create(engine.kind.resource, job)
+        Api(connect(), NAMESPACE).create(JobSets.kind.resource, job)
         message = Attempt(job_of(tree_of())).failure()
         assert message == (
             f"the JobSet {job['metadata']['name']} does not belong to Flotilla, and "
@@ -427,9 +402,7 @@ class TestRefused:
 
     @pytest.mark.parametrize("may_look", [True, False])
     def test_a_service_of_someone_else_is_found_before_the_job_is_made(self, kube, may_look):
-        engine = launchers.engine("jobset")
-        job = engine.manifest(job_of(tree_of()), Place(namespace=NAMESPACE))
-        name = job["metadata"]["name"]
+        name = manifest()["metadata"]["name"]
         kube.store.create("services", NAMESPACE, {"metadata": {"name": name}, "spec": {}})
         if not may_look:
             kube.faults.add("GET .*/services/", 403)
@@ -453,7 +426,7 @@ class TestRefused:
         assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in message
 
     def test_pods_that_are_refused_are_the_reason_in_one_line(self, kube, monkeypatch):
-        monkeypatch.setattr("flotilla.components.kubernetes.deadlines.LOOK_SECONDS", 0.2)
+        monkeypatch.setattr("flotilla.components.kubernetes.limits.LOOK_SECONDS", 0.2)
         monkeypatch.setattr("flotilla.components.kubernetes.supervisor.CHECK_SECONDS", 0.2)
         kube.store.labels[NAMESPACE] = {"pod-security.kubernetes.io/enforce": "restricted"}
         tree = tree_of()
@@ -488,9 +461,7 @@ def test_a_job_past_its_deadline_names_the_setting(kube):
     for job in kube.store.all("jobs", NAMESPACE):
         kube.store.change("jobs", NAMESPACE, job["metadata"]["name"], began_long_ago)
     # The Job fails only after its pods have ended, so none of them counts as lost.
-    kube.store.wait(
-        lambda: all(pod["metadata"].get("deletionTimestamp") for pod in kube.pods().values())
-    )
+    wait_terminating(kube)
     kube.end_deleted()
     message = fail(kube, attempt)
     assert "did not finish within 600 s (cluster.kubernetes.job.active_deadline_" in message
@@ -558,19 +529,16 @@ def test_pods_of_a_suspended_job_are_no_loss_where_jobs_may_not_be_listed(kube, 
     kube.server.control.deny(USER, "list jobs", "delete jobs")
     attempt = start(kube, max_restarts=0)
     before = uids(kube)
-    name = kube.jobset()["metadata"]["name"]
     kube.wait_followed("worker-0")
     # Make the watch of pods report the deletion before the watch of JobSets reports the suspension.
     kube.faults.add("GET .*jobsets.*watch=", 503)
     kube.server.drop_streams()
-    kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": True}})
-    kube.store.wait(
-        lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
-    )
+    kube.suspend(kube.jobset(), True)
+    wait_terminating(kube)
     kube.end_deleted({"chief-0": 130})
     kube.store.wait(lambda: not kube.pods())
     kube.faults.clear()
-    kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": False}})
+    kube.suspend(kube.jobset(), False)
     kube.run_all()
     assert not set(uids(kube).values()) & set(before.values())
     finish(kube, attempt)
@@ -582,45 +550,34 @@ class TestCancelledLauncherRaces:
 
     pytestmark = pytest.mark.cluster
 
-    def saving(self, kube):
-        kube.store.wait(
-            lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
-        )
-
-    def test_while_the_chief_saves_since_the_job_lost_its_room(self, kube):
-        with step(kube, tree_of()) as process:
-            kube.wait_watched("jobsets", "pods")
-            kube.run_all()
-            kube.wait_followed("chief-0")
-            name = kube.jobset()["metadata"]["name"]
-            kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": True}})
-            self.saving(kube)
-            process.signal()
-            kube.store.wait(lambda: process.process.poll() is not None or kube.stop_is_asked())
-            assert kube.jobsets()
-            kube.finish("chief-0", 130, MESSAGE)
-            kube.end_deleted()
-            code, _, message = process.end()
-            assert (code, message) == (INTERRUPTED, MESSAGE)
-            kube.wait_until_deleted()
+    def test_while_the_chief_saves_since_the_job_lost_its_room(self, kube, training):
+        kube.suspend(kube.jobset(), True)
+        wait_terminating(kube)
+        training.signal()
+        kube.store.wait(lambda: training.process.poll() is not None or kube.stop_is_asked())
+        assert kube.jobsets()
+        kube.finish("chief-0", 130, MESSAGE)
+        kube.end_deleted()
+        assert training.end()[::2] == (INTERRUPTED, MESSAGE)
+        kube.wait_until_deleted()
 
     def test_while_a_retry_waits_for_the_chief_of_a_job_that_is_stopped(self, kube):
         kill_launcher(kube)
         name, uid = (kube.jobset()["metadata"][key] for key in ("name", "uid"))
         patch = {"metadata": {"annotations": {names.STOP: uid}}, "spec": {"suspend": True}}
         kube.store.patch("jobsets", NAMESPACE, name, patch)
-        self.saving(kube)
+        wait_terminating(kube)
         before = len(kube.server.requests)
         with step(kube, tree_of()) as retry:
             looks = f"GET /api/v1/namespaces/{NAMESPACE}/pods"
-            kube.store.wait(
-                lambda: [r for r in kube.server.requests[before:] if r.startswith(looks)]
-            )
+
+            def asked(since):
+                return [r for r in kube.server.requests[since:] if r.startswith(looks)]
+
+            kube.store.wait(lambda: asked(before))
             retry.signal()
-            asked = len(kube.server.requests)
-            kube.store.wait(
-                lambda: len([r for r in kube.server.requests[asked:] if r.startswith(looks)]) > 2
-            )
+            signalled = len(kube.server.requests)
+            kube.store.wait(lambda: len(asked(signalled)) > 2)
             assert kube.jobsets()
             kube.end_deleted({"chief-0": 130})
             assert retry.end()[0] == INTERRUPTED

@@ -10,7 +10,7 @@ from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.events import CheckpointPublished, Restart
 from flotilla.trainer.runtime.errors import INTERRUPTED
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.components.kubernetes.attempts import Attempt, job_of, running_step, settings
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition, is_true
@@ -67,11 +67,20 @@ def published(kube, global_step):
     kube.wait_followed("chief-0")
 
 
-@pytest.mark.parametrize("task", ["worker-1", "ps-0", "chief-0"])
-def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
+@pytest.mark.parametrize(
+    ("task", "reason", "how"),
+    [
+        ("worker-1", "EvictionByEvictionAPI", "evicted (EvictionByEvictionAPI)"),
+        ("worker-1", "SomethingNew", "deleted (SomethingNew)"),
+        ("worker-1", "DeletionByTaintManager", "deleted because of a taint on its node (Deletion"),
+        ("ps-0", "PreemptionByScheduler", "preempted (PreemptionByScheduler)"),
+        ("chief-0", "", "deleted"),
+    ],
+)
+def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task, reason, how):
     attempt = start(kube)
     first = kube.job()
-    kube.take_away(task)
+    kube.take_away(task, reason)
     kube.store.wait(lambda: not kube.jobs())
     # The pods are still in their grace period, so no second job may train next to them.
     assert kube.pods()
@@ -82,36 +91,16 @@ def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
         assert second["metadata"][key] == first["metadata"][key]
     annotations = [job["metadata"]["annotations"] for job in (first, second)]
     assert annotations[0][names.MANIFEST] == annotations[1][names.MANIFEST]
-    kube.store.wait(
-        lambda: (
-            [lease["metadata"]["ownerReferences"][0]["uid"] for lease in kube.leases()]
-            == [second["metadata"]["uid"]]
-        )
-    )
+
+    def owners():
+        return [lease["metadata"]["ownerReferences"][0]["uid"] for lease in kube.leases()]
+
+    kube.store.wait(lambda: owners() == [second["metadata"]["uid"]])
     complete(kube, attempt)
     (restart,) = restarts()
-    assert (restart.task, restart.cause) == (task, "loss of its pod: deleted")
+    assert restart.task == task
+    assert restart.cause.startswith(f"loss of its pod: {how}")
     kube.wait_until_deleted()
-
-
-@pytest.mark.parametrize(
-    ("reason", "how"),
-    [
-        ("EvictionByEvictionAPI", "evicted"),
-        ("PreemptionByScheduler", "preempted"),
-        ("DeletionByTaintManager", "deleted because of a taint on its node"),
-        ("SomethingNew", "deleted"),
-    ],
-)
-def test_the_cause_is_what_kubernetes_says(kube, restarts, reason, how):
-    attempt = start(kube)
-    before = uid(kube)
-    kube.take_away("worker-1", reason)
-    made_again(kube, before)
-    complete(kube, attempt)
-    (restart,) = restarts()
-    assert restart.task == "worker-1"
-    assert restart.cause == f"loss of its pod: {how} ({reason})"
 
 
 def test_an_evicted_pod_whose_task_ended_with_a_low_code_is_a_loss(kube, restarts):
@@ -199,8 +188,13 @@ def test_an_exceeded_deadline_is_no_loss(kube):
     def began_long_ago(job):
         job["status"]["startTime"] = "2020-01-01T00:00:00Z"
 
-    kube.store.change("tfjobs", NAMESPACE, kube.job()["metadata"]["name"], began_long_ago)
-    assert "did not finish within 600 s" in failure(kube, attempt)
+    job = kube.job()["metadata"]["name"]
+    kube.store.change("tfjobs", NAMESPACE, job, began_long_ago)
+    assert failure(kube, attempt) == (
+        f"the job {job} did not finish within 600 s "
+        "(cluster.kubernetes.job.active_deadline_seconds): "
+        f"Job {job} has failed because it was active longer than specified deadline"
+    )
     kube.wait_until_deleted()
 
 
@@ -208,8 +202,10 @@ def test_a_job_that_someone_deletes_is_not_made_again(kube, restarts):
     attempt = start(kube)
     job = kube.job()["metadata"]["name"]
     kube.store.delete("tfjobs", NAMESPACE, job)
-    message = failure(kube, attempt)
-    assert message.startswith(f"another user or program deleted the job {job}, which ended the run")
+    assert failure(kube, attempt) == (
+        f"another user or program deleted the job {job}, which ended the run; to continue from its "
+        "newest checkpoint, use Retry in the KFP UI or `flotilla run --resume`"
+    )
     assert not restarts()
     kube.wait_until_deleted()
 
@@ -239,36 +235,28 @@ def test_no_job_is_created_next_to_the_pods_of_an_earlier_one(kube):
     kube.store.wait(lambda: sum(each.startswith(listed) for each in kube.server.requests) >= 2)
     assert not kube.jobs()
     made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    retry.succeed()
+    complete(kube, retry)
 
 
 @pytest.mark.cluster
 def test_cancelled_while_the_job_is_made_again_no_job_follows(kube):
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         kube.wait_followed("chief-0")
         kube.take_away("worker-0")
         kube.store.wait(lambda: not kube.jobs())
         process.signal()
         kube.finish("chief-0", 130, "interrupted at global step 7; checkpoint gs://b/step-7")
         kube.end_deleted({"chief-0": 130})
-        code, _, message = process.end()
-    assert (code, message) == (
-        INTERRUPTED,
-        "interrupted at global step 7; checkpoint gs://b/step-7",
-    )
+        assert process.end()[::2] == (
+            INTERRUPTED,
+            "interrupted at global step 7; checkpoint gs://b/step-7",
+        )
     kube.wait_until_deleted()
 
 
 @pytest.mark.cluster
 def test_killed_while_the_job_is_made_again_the_retry_goes_on(kube):
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         before = uid(kube)
         kube.take_away("worker-0")
         kube.store.wait(lambda: not kube.jobs())
@@ -276,10 +264,7 @@ def test_killed_while_the_job_is_made_again_the_retry_goes_on(kube):
         process.end()
     retry = Attempt(job_of(settings()))
     made_again(kube, before)
-    kube.finish("chief-0", 0)
-    kube.store.wait(lambda: not kube.jobs())
-    kube.end_deleted()
-    retry.succeed()
+    complete(kube, retry)
     kube.wait_until_deleted()
 
 

@@ -9,7 +9,14 @@ from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.requirements import LAUNCHER, TRAINER, required_rules
 from flotilla.components.launchers import ENGINES
 from flotilla.trainer.config.schema import Config
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.components.kubernetes.attempts import (
+    Attempt,
+    job_of,
+    run_to_end,
+    running_step,
+    settings,
+    step,
+)
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
@@ -38,9 +45,7 @@ def test_without_patch_no_job_is_launched_and_the_line_names_verb_account_and_re
 def test_an_optional_permission_is_not_required(kube):
     kube.server.control.deny(USER, "list events")
     attempt = Attempt(job_of(settings()))
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
 
 
 def test_where_permissions_are_not_reviewed_the_first_heartbeat_says_what_is_forbidden(kube):
@@ -71,9 +76,7 @@ def test_an_api_that_drops_the_heartbeat_is_refused(kube, monkeypatch):
 
 @pytest.mark.cluster
 def test_a_permission_that_is_taken_away_later_ends_the_run_before_the_guard_does(kube):
-    with step(kube, settings(heartbeat=2)) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube, settings(heartbeat=2)) as process:
         kube.server.control.deny(USER, "patch leases")
         code, _, message = process.end()
     assert code == 1

@@ -10,7 +10,15 @@ from flotilla.components.kubernetes.client import Api, connect
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.config.schema import Config
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.components.kubernetes.attempts import (
+    TWICE,
+    Attempt,
+    job_of,
+    run_to_end,
+    running_step,
+    settings,
+    step,
+)
 from tests.kubernetes.cluster import NAMESPACE
 
 pytestmark = pytest.mark.cluster
@@ -25,9 +33,7 @@ def asked_to_stop(kube):
 def training(kube):
     """Start a step whose job is running and whose pods end with a grace period."""
     kube.store.graceful.add("pods")
-    with step(kube, settings()) as process:
-        kube.wait_watched()
-        kube.run_all()
+    with running_step(kube) as process:
         kube.wait_followed("chief-0")
         yield process
 
@@ -49,8 +55,7 @@ def test_the_chief_saves_before_the_job_is_deleted(kube, training):
     save(kube)
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()
-    code, _, message = training.end()
-    assert (code, message) == (130, MESSAGE)
+    assert training.end()[::2] == (130, MESSAGE)
     kube.wait_until_deleted()
 
 
@@ -111,8 +116,7 @@ def test_a_second_signal_deletes_the_job_at_once(kube, training):
     kube.write_log("chief-0", names.STOPPING)
     training.signal()
     kube.store.wait(lambda: not kube.jobs())
-    code, _, message = training.end()
-    assert (code, message) == (130, "interrupted twice; the last published checkpoint is intact")
+    assert training.end()[::2] == TWICE
 
 
 def test_the_exit_step_lets_the_chief_save(kube):
@@ -140,10 +144,7 @@ def test_a_job_that_is_being_stopped_is_not_adopted(kube):
     kube.store.wait(
         lambda: [each for each in kube.jobs() if each["metadata"]["uid"] != job["metadata"]["uid"]]
     )
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    retry.succeed()
-    kube.wait_until_deleted()
+    run_to_end(kube, retry)
 
 
 def test_a_job_that_was_adopted_a_moment_ago_is_stopped_and_not_deleted(kube):
@@ -161,6 +162,5 @@ def test_a_job_that_was_adopted_a_moment_ago_is_stopped_and_not_deleted(kube):
         assert not [r for r in kube.server.requests[before:] if r.startswith("DELETE")]
         kube.write_log("chief-0", names.STOPPING)
         save(kube)
-        code, _, message = process.end()
-    assert (code, message) == (130, MESSAGE)
+        assert process.end()[::2] == (130, MESSAGE)
     kube.wait_until_deleted()

@@ -11,14 +11,15 @@ from flotilla.trainer.events import Progress, Restart, StepEnd, UserCodeFailed, 
 from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, TransientError, UserError
 from tests.components.kubernetes.attempts import (
     Attempt,
+    complete,
     job_of,
+    running_attempt,
     settings,
     wait_read,
     watching_attempt,
 )
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.conditions import condition
 
 
 @pytest.fixture(autouse=True)
@@ -29,15 +30,12 @@ def run_events(tmp_path, monkeypatch):
 
 
 def progress(step):
-    return Progress(
-        global_step=step, steps=10, loss=0.5, steps_per_second=2.0, seconds_left=1.0
-    )  # fmt: skip
+    return Progress(global_step=step, steps=10, loss=0.5, steps_per_second=2.0, seconds_left=1.0)
 
 
 def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events, monkeypatch):
     monkeypatch.setattr(launcher, "is_over", lambda _job: True)
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     kube.write_log("worker-0", "ready", "{not json")
     kube.write_event("worker-0", progress(99))
     kube.write_log(
@@ -47,9 +45,7 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(progress(7)))}")
     fifth, _ = kube.write_event("chief-0", progress(5)), kube.write_event("chief-0", progress(10))
     kube.finish("worker-0", 0)
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    complete(kube, attempt)
     out = capfd.readouterr().out.splitlines()
     for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {fifth}"):
         assert out.count(line) == 1
@@ -77,9 +73,7 @@ def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     wait_read("worker-0")
     pods.running(kube.store, kube.pod("worker-0", but=worker["metadata"]["uid"]))
     kube.wait_followed("worker-0")
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    complete(kube, attempt)
     (restart,) = run_events(Restart)
     assert restart.task == "worker-0"
     assert restart.cause == "evicted: The node was low on resource: memory"
@@ -95,12 +89,9 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
     wait_read("chief-0")
     pods.running(kube.store, kube.pod("chief-0", but=tasks["chief-0"]["metadata"]["uid"]))
     kube.wait_followed("chief-0")
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    assert [(e.task, e.restarts) for e in run_events(Restart)] == [
-        ("ps-0", 1),
-        ("chief-0", 1),
-    ]
+    complete(kube, attempt)
+    restarts = [(each.task, each.restarts) for each in run_events(Restart)]
+    assert restarts == [("ps-0", 1), ("chief-0", 1)]
     kube.wait_until_deleted()
 
 
@@ -123,18 +114,19 @@ def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
     kube.wait_until_deleted()
 
 
-def test_the_termination_message_is_the_report(kube):
-    attempt = watching_attempt(kube)
-    kube.run_all()
+@pytest.mark.parametrize(("code", "kind"), [(TRY_AGAIN, TransientError), (FAILED, UserError)])
+def test_the_termination_message_is_the_report_and_the_code_says_what_may_help(kube, code, kind):
+    attempt = running_attempt(kube)
     name = kube.pod("chief-0")["metadata"]["name"]
-    kube.finish("chief-0", 1, "the loss is nan")
-    assert attempt.failure() == f"the loss is nan (chief-0, pod {name})"
+    words = "cannot write gs://b/step-7: the store is out"
+    kube.finish("chief-0", code, words)
+    assert attempt.failure() == f"{words} (chief-0, pod {name})"
+    assert type(attempt.error) is kind
     kube.wait_until_deleted()
 
 
 def test_the_traceback_of_the_users_code_comes_with_the_error(kube):
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     failed = UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback ...")
     kube.write_event("chief-0", failed)
     kube.finish("chief-0", 1, "bad shape (blocks.py:14)")
@@ -143,53 +135,15 @@ def test_the_traceback_of_the_users_code_comes_with_the_error(kube):
     kube.wait_until_deleted()
 
 
-def test_a_segfault_is_reported_with_its_signal(kube):
-    attempt = watching_attempt(kube, max_restarts=0)
-    kube.run_all()
-    kube.finish("worker-0", 139)
-    assert "worker-0 ended with exit code 139 (signal SIGSEGV)" in attempt.failure()
-    kube.wait_until_deleted()
-
-
-def test_a_failed_job_fails_the_step(kube):
-    attempt = watching_attempt(kube)
-    job = kube.job()["metadata"]["name"]
-    kube.run_all()
-    kube.store.change(
-        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "X", "no backoff left")
-    )
-    assert f"the job {job} failed: no backoff left" in attempt.failure()
-    kube.wait_until_deleted()
-
-
-def test_an_exceeded_active_deadline_is_reported(kube):
-    attempt = watching_attempt(kube)
-    job = kube.job()["metadata"]["name"]
-    kube.run_all()
-    words = f"Job {job} has failed because it was active longer than specified deadline"
-    kube.store.change(
-        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "TFJobFailed", words)
-    )
-    assert attempt.failure() == (
-        f"the job {job} did not finish within 604800 s "
-        f"(cluster.kubernetes.job.active_deadline_seconds): {words}"
-    )
-    kube.wait_until_deleted()
-
-
 def test_a_leader_that_is_done_ends_the_job_without_the_operator(kube):
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     kube.operator.down = True
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
+    complete(kube, attempt)
 
 
 def test_a_step_that_fails_ends_after_its_pods(kube):
     kube.store.graceful.add("pods")
-    attempt = watching_attempt(kube)
-    kube.run_all()
+    attempt = running_attempt(kube)
     kube.finish("chief-0", 1, "the loss is nan")
     kube.store.wait(lambda: all(_is_ending(each) for each in kube.pods().values()))
     attempt.join(1)
@@ -204,33 +158,15 @@ def _is_ending(pod):
     return bool(pod["metadata"].get("deletionTimestamp"))
 
 
-def test_the_deletion_by_someone_else_is_reported(kube):
-    attempt = watching_attempt(kube, max_restarts=0)
-    job = kube.job()["metadata"]["name"]
-    kube.run_all()
-    kube.store.delete("tfjobs", NAMESPACE, job)
-    assert attempt.failure() == (
-        f"another user or program deleted the job {job}, which ended the run; to continue from its "
-        "newest checkpoint, use Retry in the KFP UI or `flotilla run --resume`"
-    )
-    kube.wait_until_deleted()
-
-
 @pytest.mark.slow
-def test_training_without_progress_is_ended(kube):
-    attempt = watching_attempt(kube, stalling=2)
-    kube.run_all()
+@pytest.mark.parametrize(
+    ("deadline", "words"), [("stalling", "made no progress for"), ("running", "not finish within")]
+)
+def test_training_without_progress_or_an_end_is_ended(kube, deadline, words):
+    attempt = running_attempt(kube, **{deadline: 2})
     for _ in range(2):
         kube.write_event("chief-0", progress(1))
-    assert "no progress for 2 s (cluster.kubernetes.deadlines.stalling)" in attempt.failure()
-    kube.wait_until_deleted()
-
-
-@pytest.mark.slow
-def test_training_that_takes_too_long_is_ended(kube):
-    attempt = watching_attempt(kube, running=2)
-    kube.run_all()
-    assert "not finish within 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
+    assert f"{words} 2 s (cluster.kubernetes.deadlines.{deadline})" in attempt.failure()
     kube.wait_until_deleted()
 
 
@@ -263,12 +199,3 @@ def test_a_chiefless_job_is_led_by_worker_0(kube, run_events):
     attempt.succeed()
     assert [each.global_step for each in run_events(Progress)] == [3]
     kube.wait_until_deleted()
-
-
-@pytest.mark.parametrize(("code", "kind"), [(TRY_AGAIN, TransientError), (FAILED, UserError)])
-def test_a_task_says_whether_the_job_may_succeed_later(kube, code, kind):
-    attempt = watching_attempt(kube)
-    kube.run_all()
-    kube.finish("chief-0", code, "cannot write gs://b/step-7: the store is out")
-    assert attempt.failure().startswith("cannot write gs://b/step-7: the store is out (chief-0, ")
-    assert type(attempt.error) is kind

@@ -23,14 +23,11 @@ from flotilla.components.kubernetes.tfjob import REPLICAS, TFJobs
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from tests.components.kubernetes import attempts
-from tests.components.kubernetes.attempts import Attempt, settings
 from tests.components.kubernetes.settings import configurations
+from tests.kubernetes import crd
 from tests.kubernetes.admission import ENFORCE, refusal
-from tests.kubernetes.cluster import NAMESPACE
 
 ROOT = Path(__file__).parents[3]
-CRD = ROOT / "../shared/schemas/kubeflow.org_tfjobs.yaml"
 GOLDEN = sorted((ROOT / "tests" / "golden").glob("manifest-*.yaml"))
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
 
@@ -59,27 +56,10 @@ def variables(tree, role):
 
 @pytest.fixture(scope="module")
 def schema():
-    if not CRD.is_file():
-        pytest.skip(f"{CRD} is absent: the schema of the training operator is not part of Flotilla")
-    crd = yaml.load(CRD.read_text(encoding="utf-8"), yaml.CSafeLoader)
-    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
-
-
-def pruned(tree, schema, path="job"):
-    """Return the keys that the schema lacks and an API server would silently drop."""
-    if schema.get("x-kubernetes-preserve-unknown-fields"):
-        return []
-    if isinstance(tree, list):
-        return [p for each in tree for p in pruned(each, schema["items"], f"{path}[]")]
-    if not isinstance(tree, dict) or path == "job.metadata":
-        return []
-    known, more = schema.get("properties", {}), schema.get("additionalProperties")
-    lost = []
-    for key, value in tree.items():
-        below = known.get(key) or (more if isinstance(more, dict) else None)
-        where = f"{path}.{key}"
-        lost += pruned(value, below, where) if below is not None else [where]
-    return lost
+    found = crd.schema("kubeflow.org_tfjobs")
+    if not found:
+        pytest.skip("the CRD of the training operator is absent: it is not part of Flotilla")
+    return found
 
 
 def without_template_metadata(tree):
@@ -109,7 +89,7 @@ def fails_or_changes(job):
 def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dropped(schema, tree):
     job = made(tree)
     jsonschema.Draft202012Validator(schema).validate(job)
-    assert not pruned(without_template_metadata(job), schema)
+    assert not crd.pruned(without_template_metadata(job), schema)
 
 
 @tried(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
@@ -202,25 +182,14 @@ def test_only_workers_request_gpus_by_any_resource_name():
 
 
 def test_the_settings_of_a_role_override_those_of_all_roles():
-    job = made(
-        {
-            "cluster": {
-                "kubernetes": {
-                    "pod": {
-                        "image": "all",
-                        "env": {"A": "1", "B": "1"},
-                        "tolerations": [{"operator": "Exists"}],
-                        "resources": {"requests": {"cpu": 1}},
-                    },
-                    "ps": {
-                        "image": "ps",
-                        "env": {"B": "2"},
-                        "resources": {"requests": {"memory": "1Gi"}},
-                    },
-                }
-            }
-        }
-    )
+    pod = {
+        "image": "all",
+        "env": {"A": "1", "B": "1"},
+        "tolerations": [{"operator": "Exists"}],
+        "resources": {"requests": {"cpu": 1}},
+    }
+    ps = {"image": "ps", "env": {"B": "2"}, "resources": {"requests": {"memory": "1Gi"}}}
+    job = made({"cluster": {"kubernetes": {"pod": pod, "ps": ps}}})
     assert [container(job, role)["image"] for role in ("PS", "Worker")] == ["ps", "all"]
     assert {k: variables(job, "PS")[k] for k in "AB"} == {"A": "1", "B": "2"}
     assert container(job, "PS")["resources"]["requests"] == {"cpu": "1", "memory": "1Gi"}
@@ -334,12 +303,6 @@ def test_a_job_of_one_task_has_a_tf_config_of_its_own():
     assert "TF_CONFIG" not in variables(made(), "Chief")
 
 
-def test_different_jobs_have_different_digests():
-    first = made()["metadata"]["annotations"][names.MANIFEST]
-    other = made({"training": {"steps": 7}})["metadata"]["annotations"][names.MANIFEST]
-    assert first == made()["metadata"]["annotations"][names.MANIFEST] != other
-
-
 def test_every_setting_of_a_pod_is_used():
     source = Path(inspect.getfile(pod_template)).read_text(encoding="utf-8")
     settings = Config().cluster.kubernetes.pod
@@ -347,7 +310,10 @@ def test_every_setting_of_a_pod_is_used():
     assert unused == ["restart_policy"]
 
 
-def secrets_of(root, place=PLACE, **pod):
+def secrets_of(root, store_secret=None, **pod):
+    """Return the secrets and keys that a pod refers to, given the secret of the run's store."""
+    defaults = PodDefaults() if store_secret is None else PodDefaults(store_secret=store_secret)
+    place = replace(PLACE, defaults=defaults)
     config = parse_config({"cluster": {"kubernetes": {"pod": pod}}})
     job = Job(config=config, dataset="d", checkpoints=f"{root}/r/c", workdir=Path())
     env = container(TFJobs().manifest(job, place), "PS")["env"]
@@ -358,15 +324,16 @@ def secrets_of(root, place=PLACE, **pod):
 @pytest.mark.parametrize("root", ["minio://b", "s3://bucket"])
 def test_a_store_with_credentials_uses_the_secret_of_the_run_unless_another_is_named(root):
     assert secrets_of(root) == {("mlpipeline-minio-artifact", key) for key in SECRET_KEYS}
-    place = replace(PLACE, defaults=PodDefaults(store_secret="ours"))
-    assert secrets_of(root, place) == {("ours", key) for key in SECRET_KEYS}
-    assert secrets_of(root, place, secret_env={"AWS_ACCESS_KEY_ID": "own/k"}) == {("own", "k")}
-    assert secrets_of(root, place, env_from_secrets=["own"]) == set()
     ours = {("ours", key) for key in SECRET_KEYS}
-    assert secrets_of(root, place, secret_env={"TRACKER_KEY": "other/k"}) == {*ours, ("other", "k")}
-    assert secrets_of(root, place, env={"AWS_ACCESS_KEY_ID": "public"}) == set()
-    nothing = replace(PLACE, defaults=PodDefaults(store_secret=""))
-    assert secrets_of(root, nothing) == set()
+    for pod, expected in (
+        ({}, ours),
+        ({"secret_env": {"AWS_ACCESS_KEY_ID": "own/k"}}, {("own", "k")}),
+        ({"env_from_secrets": ["own"]}, set()),
+        ({"secret_env": {"TRACKER_KEY": "other/k"}}, {*ours, ("other", "k")}),
+        ({"env": {"AWS_ACCESS_KEY_ID": "public"}}, set()),
+    ):
+        assert secrets_of(root, "ours", **pod) == expected
+    assert secrets_of(root, "") == set()
 
 
 @pytest.mark.parametrize("root", ["gs://bucket", "file:///r"])
@@ -450,23 +417,3 @@ def test_tmp_is_mounted_once(place):
         mount["mountPath"] for mount in container(made(with_pod(**place)), "PS")["volumeMounts"]
     ]
     assert paths.count("/tmp") == 1
-
-
-def test_a_job_trains_in_a_namespace_that_enforces_it(kube):
-    kube.store.labels[NAMESPACE] = RESTRICTED
-    attempt = Attempt(attempts.job_of(settings()))
-    kube.wait_watched()
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
-    kube.wait_until_deleted()
-
-
-def test_pods_that_are_refused_are_the_reason_in_the_launchers_line(kube):
-    kube.store.labels[NAMESPACE] = RESTRICTED
-    tree = settings(queueing=1)
-    tree["cluster"]["kubernetes"]["pod"] = {"security": "image"}
-    message = Attempt(attempts.job_of(tree)).failure()
-    assert "FailedCreatePod: Error creating: pods " in message
-    assert 'violates PodSecurity "restricted:latest": allowPrivilegeEscalation' in message
-    kube.wait_until_deleted()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.client import Api
-from flotilla.components.kubernetes.pods.guard import NAMES_SECONDS, Guard, PeerNames
+from flotilla.components.kubernetes.pods.guard import NAMES_SECONDS, Guard, PeerNames, TaskProcess
 from flotilla.components.kubernetes.pods.shutdown import (
     Ending,
     HeartbeatAge,
@@ -24,7 +24,6 @@ from flotilla.components.kubernetes.pods.shutdown import (
     ShutdownServer,
     _look,
 )
-from flotilla.components.kubernetes.pods.task_process import TaskProcess
 from flotilla.components.kubernetes.pods.template import grace_seconds
 from flotilla.trainer import events
 from flotilla.trainer.cluster import termination
@@ -131,20 +130,24 @@ def test_a_task_that_loses_its_cluster_at_its_start_begins_again_and_that_counts
     assert not any(map(events.parse, out.splitlines()))
 
 
-def test_a_leader_that_is_asked_to_end_does_not_begin_again(tmp_path):
-    code = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(138)")
-    with guard(tmp_path, code, TF_CONFIG=tf_config("chief")) as process:
-        process.send_signal(signal.SIGTERM)
-        assert exit_code_of(process) == 138
-
-
 def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
     code = "import os; print(open('config.json').read(), 'FLOTILLA_CONFIG' in os.environ)"
     with guard(tmp_path, code, ready=False, FLOTILLA_CONFIG='{"name": "a"}') as process:
         assert process.stdout.read() == '{"name": "a"} False\n'
 
 
-def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path):
+def test_wrong_usage_is_one_line(tmp_path):
+    command = [sys.executable, "-m", MODULE, "python"]
+    done = subprocess.run(command, cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    with guard(tmp_path, "", ready=False) as process:
+        assert exit_code_of(process) == 0
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_parameter_server_stays_up_until_its_leader_has_saved_and_never_begins_again(
+    tmp_path, dies
+):
     os.mkfifo(tmp_path / "go")
     saving = ENDS_AT_SIGTERM.replace(
         "term.wait()", "term.wait(); print('saving', flush=True); open('go').read()"
@@ -157,40 +160,13 @@ def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path
         for process in (chief, server):
             process.send_signal(signal.SIGTERM)
         assert chief.stdout.readline() == "saving\n"
-        os.kill(int((tmp_path / "server").read_text()), signal.SIGKILL)
-        assert exit_code_of(server) == 128 + signal.SIGKILL
-        (tmp_path / "go").write_text("go")
-        assert exit_code_of(chief) == 130
-
-
-def test_wrong_usage_is_one_line(tmp_path):
-    command = [sys.executable, "-m", "flotilla.components.kubernetes.pods.guard", "python"]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    with guard(tmp_path, "", ready=False) as process:
-        assert exit_code_of(process) == 0
-
-
-def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
-    saving = ENDS_AT_SIGTERM.replace(
-        "term.wait()", "term.wait(); print('saving', flush=True); input()"
-    )
-    saving = f"import sys; sys.stdin = open(0)\n{saving}"
-    os.mkfifo(tmp_path / "go")
-    saving = saving.replace("input()", "open('go').read()")
-    with (
-        guard(tmp_path, saving, TF_CONFIG=tf_config("chief")) as chief,
-        guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps")) as server,
-    ):
-        for process in (chief, server):
-            process.send_signal(signal.SIGTERM)
-        assert chief.stdout.readline() == "saving\n"
         assert server.poll() is None
+        if dies:
+            os.kill(int((tmp_path / "server").read_text()), signal.SIGKILL)
+            assert server.wait(300) == 128 + signal.SIGKILL
         (tmp_path / "go").write_text("go")
         assert exit_code_of(chief) == 130
-        assert exit_code_of(server) == 128 + signal.SIGTERM
+        assert exit_code_of(server) == 128 + (signal.SIGKILL if dies else signal.SIGTERM)
 
 
 def test_a_parameter_server_without_a_leader_ends(tmp_path):
@@ -202,13 +178,13 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path):
 # A guard that receives SIGTERM immediately after its task has started.
 ASKED_AT_ONCE = """
 import os, signal, subprocess, sys
-from flotilla.components.kubernetes.pods import guard, task_process
+from flotilla.components.kubernetes.pods import guard
 begin = subprocess.Popen
 def begin_and_ask(*command, **options):
     process = begin(*command, **options)
     os.kill(os.getpid(), signal.SIGTERM)
     return process
-task_process.subprocess.Popen = begin_and_ask
+guard.subprocess.Popen = begin_and_ask
 sys.exit(guard.main(["--", sys.executable, "-c", "import time; time.sleep(600)"]))
 """
 
@@ -249,11 +225,7 @@ def watched(kube):
     spec = {"holderIdentity": "a", "acquireTime": "0", "renewTime": "1"}
     lease = {"metadata": {"name": "job", "ownerReferences": [owner]}, "spec": spec}
     kube.store.create("leases", NAMESPACE, lease)
-    return {
-        "KUBECONFIG": str(kube.kubeconfig),
-        **limit(1),
-        "TF_CONFIG": tf_config("chief"),
-    }
+    return {"KUBECONFIG": str(kube.kubeconfig), **limit(1), "TF_CONFIG": tf_config("chief")}
 
 
 def limit(seconds):
@@ -461,17 +433,14 @@ def test_names_that_never_resolve_are_said_once_by_name(resolver, peers, caplog)
     assert resolver.asked.count("a-chief-0-0.a") == 1
 
 
-def test_that_they_resolve_later_is_said_as_well(resolver, peers, caplog):
-    resolver.at = NAMES_SECONDS
+@pytest.mark.parametrize(("seconds", "said"), [(0.0, []), (NAMES_SECONDS, [names.RESOLVED])])
+def test_that_names_resolve_is_said_only_if_they_did_not_in_time(
+    resolver, peers, caplog, seconds, said
+):
+    resolver.at = seconds
     assert peers.look()
-    resolver.known |= {"a-ps-0-0.a", "a-ps-1-0.a"}
-    assert not peers.look()
-    assert caplog.messages[1:] == [names.RESOLVED]
-
-
-def test_names_that_resolve_in_time_are_not_mentioned(resolver, peers, caplog):
-    peers.look()
     resolver.known |= {"a-ps-0-0.a", "a-ps-1-0.a"}
     resolver.at = 10 * NAMES_SECONDS
     assert not peers.look()
-    assert not caplog.messages
+    assert caplog.messages[1:] == said
+    assert len(caplog.messages) == 2 * len(said)

@@ -6,32 +6,64 @@ import math
 import pytest
 
 from flotilla.components.kubernetes import supervisor
-from flotilla.components.kubernetes.deadlines import Deadlines, is_final
-from flotilla.components.kubernetes.launcher import launch
+from flotilla.components.kubernetes.limits import Deadlines, is_final
 from flotilla.components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
 from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.config.cluster import DeadlinesConfig
 from flotilla.trainer.events import WorkProgress, progress
-from flotilla.trainer.runtime.errors import UserError
-from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, watching_attempt
+from tests.components.kubernetes.attempts import (
+    Attempt,
+    complete,
+    heard,
+    job_of,
+    run_to_end,
+    settings,
+    watching_attempt,
+)
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 
-LABELS = {ROLE_LABELS[0]: "worker", INDEX_LABELS[0]: "0"}
+JOB = {"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}}
+SUSPENDED = {**JOB, "spec": {"runPolicy": {"suspend": True}}}
 PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'
 
 
 @pytest.fixture(autouse=True)
 def _often(monkeypatch):
     monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
-    monkeypatch.setattr("flotilla.components.kubernetes.deadlines.LOOK_SECONDS", 0.2)
+    monkeypatch.setattr("flotilla.components.kubernetes.limits.LOOK_SECONDS", 0.2)
 
 
 def suspended(**deadlines):
     tree = settings(**deadlines)
     tree["cluster"]["kubernetes"]["job"] = {"suspend": True, "queue_name": "gpus"}
     return job_of(tree)
+
+
+class Clock:
+    at = 0.0
+
+    def deadlines(self, *roles, **limits):
+        """Return the deadlines of a job with one task of each role, by this clock."""
+        config = DeadlinesConfig(**limits)
+        return Deadlines(TFJobs(), config, dict.fromkeys(roles, 1), lambda: self.at)
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def pod_with(task, status, node="n"):
+    role, _, index = task.partition("-")
+    labels = {ROLE_LABELS[0]: role, INDEX_LABELS[0]: index}
+    spec = {"nodeName": node} if node else {}
+    return {"metadata": {"uid": task, "labels": labels}, "spec": spec, "status": status}
+
+
+def of_state(task, **state):
+    return pod_with(task, {"containerStatuses": [{"name": "tensorflow", "state": state}]})
 
 
 def test_an_operator_that_is_not_running_is_named_at_once(kube):
@@ -59,9 +91,7 @@ def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     assert attempt.is_alive()
     kube.store.wait(lambda: kube.faults.hits["down"] > before)
     kube.faults.clear()
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
 
 
 def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, caplog):
@@ -128,39 +158,28 @@ def test_a_malformed_image_ends_the_job_at_once(kube):
     kube.wait_until_deleted()
 
 
-def test_a_registry_that_hiccups_is_waited_for():
-    now = [0.0]
-    deadlines = Deadlines(
-        TFJobs(), DeadlinesConfig(container=120, starting=900), {"chief": 1}, lambda: now[0]
-    )
+def test_a_registry_that_hiccups_is_waited_for(clock):
+    deadlines = clock.deadlines("chief", container=120, starting=900)
 
     def waiting(reason):
-        state = {"waiting": {"reason": reason}}
-        status = {"containerStatuses": [{"name": "tensorflow", "state": state}]}
-        labels = LABELS
-        return {
-            "metadata": {"uid": "p", "labels": labels},
-            "spec": {"nodeName": "n"},
-            "status": status,
-        }
+        return of_state("chief-0", waiting={"reason": reason})
 
     deadlines.observe([waiting("ErrImagePull")])
     assert deadlines.seconds_left() == 120
-    now[0] = 100.0
+    clock.at = 100.0
     deadlines.observe([waiting("ContainerCreating")])
     assert deadlines.seconds_left() == 800
-    now[0] = 110.0
+    clock.at = 110.0
     deadlines.observe([waiting("ImagePullBackOff")])
     # The kubelet alternates between two reasons, but the pod has failed to start since the first
     # one.
-    now[0] = 200.0
+    clock.at = 200.0
     failing = waiting("ErrImagePull")
     deadlines.observe([failing])
     assert (deadlines.seconds_left(), deadlines.find_exceeded([failing])) == (30, "")
-    now[0] = 230.0
-    assert deadlines.find_exceeded([failing]).startswith(
-        "worker-0 did not start within 120 s (cluster."
-    )
+    clock.at = 230.0
+    words = "chief-0 did not start within 120 s (cluster."
+    assert deadlines.find_exceeded([failing]).startswith(words)
 
 
 def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
@@ -169,161 +188,114 @@ def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
     for reason in ("ContainerCreating", "PodInitializing"):
         for pod in kube.all_pods().values():
             pods.waiting(kube.store, pod, reason)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
     waits = [each for each in caplog.records if "is waiting" in each.getMessage()]
     assert {each.levelno for each in waits} == {logging.INFO}
 
 
-def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
-    now = [0.0]
-    deadlines = Deadlines(
-        TFJobs(), DeadlinesConfig(operator=60), {"chief": 1, "worker": 1}, lambda: now[0]
-    )
-    job = {"metadata": {"uid": "1"}, "spec": {}}
-    deadlines.observe_job(job)
-    now[0] = 40.0
-    deadlines.observe_job({**job, "status": {}})
+def test_only_a_new_job_begins_the_deadline_of_the_operator_again(clock):
+    deadlines = clock.deadlines("chief", "worker", operator=60)
+    deadlines.observe_job(JOB)
+    clock.at = 40.0
+    deadlines.observe_job({**JOB, "status": {}})
     assert deadlines.seconds_left() == 20
-    deadlines.observe_job({**job, "metadata": {"uid": "2"}})
+    deadlines.observe_job({**JOB, "metadata": {"uid": "2"}})
     assert deadlines.seconds_left() == 60
     deadlines.is_taken_up = True
     assert deadlines.seconds_left() == 3600 - 40
 
 
-def test_a_job_that_is_suspended_again_queues_again():
-    now = [0.0]
-    deadlines = Deadlines(
-        TFJobs(), DeadlinesConfig(queueing=100, stalling=10), {"chief": 1}, lambda: now[0]
-    )
-    job = {"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}}
-    running = {
-        "metadata": {"uid": "p", "labels": LABELS},
-        "spec": {"nodeName": "n"},
-        "status": {"containerStatuses": [{"name": "tensorflow", "state": {"running": {}}}]},
-    }
-    deadlines.observe_job(job)
-    deadlines.observe([running])
+def test_a_job_that_is_suspended_again_queues_again(clock):
+    deadlines = clock.deadlines("chief", queueing=100, stalling=10)
+    deadlines.observe_job(JOB)
+    deadlines.observe([of_state("chief-0", running={})])
     assert (deadlines.has_run, deadlines.seconds_left()) == (True, 10)
-    now[0] = 5.0
-    deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
+    clock.at = 5.0
+    deadlines.observe_job(SUSPENDED)
     deadlines.observe([])
     # A job that is suspended again waits for other jobs, so it has no deadline.
     assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
-    now[0] = 1000.0
+    clock.at = 1000.0
     assert deadlines.find_exceeded([]) == ""
-    deadlines.observe_job(job)
+    deadlines.observe_job(JOB)
     assert deadlines.seconds_left() == 100
 
 
-def test_a_job_that_is_not_admitted_has_a_deadline():
-    now = [0.0]
-    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), {"chief": 1}, lambda: now[0])
-    deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
-    now[0] = 106.0
-    assert deadlines.find_exceeded([]).startswith("the job was not admitted within 100 s")
-
-
-def test_a_job_that_is_made_again_queues_again_and_has_run_before():
-    now = 0.0
-    limits = DeadlinesConfig(queueing=50, running=100, stalling=0, operator=0)
-    deadlines = Deadlines(TFJobs(), limits, {"chief": 1}, clock=lambda: now)
-    node = {"name": "tensorflow", "state": {"running": {}}}
-    pod = {
-        "metadata": {"uid": "a", "labels": LABELS},
-        "spec": {"nodeName": "node-1"},
-        "status": {"phase": "Running", "containerStatuses": [node]},
-    }
+def test_a_job_that_is_made_again_queues_again_and_has_run_before(clock):
+    deadlines = clock.deadlines("chief", queueing=50, running=100, stalling=0, operator=0)
+    pod = of_state("chief-0", running={})
     deadlines.observe([pod])
     assert deadlines.seconds_left() == 100
-    now = 60.0
+    clock.at = 60.0
     deadlines.begin_again()
     assert not deadlines.has_run
     assert deadlines.seconds_left() == 50
-    now = 70.0
+    clock.at = 70.0
     # A job that is made again before all of its tasks ran queues again, too.
     deadlines.begin_again()
     assert deadlines.seconds_left() == 50
-    now = 80.0
+    clock.at = 80.0
     deadlines.observe([pod])
     # The pod ran for 60 s; the 20 s in which the job was recreated do not count.
     assert deadlines.seconds_left() == 40
 
 
-def pod_with(task, status, node="n"):
-    role, _, index = task.partition("-")
-    labels = {ROLE_LABELS[0]: role, INDEX_LABELS[0]: index}
-    spec = {"nodeName": node} if node else {}
-    return {"metadata": {"uid": task, "labels": labels}, "spec": spec, "status": status}
+CHIEF_RUNS = of_state("chief-0", running={})
+UNSCHEDULED = {"type": "PodScheduled", "status": "False", "message": "Insufficient cpu."}
 
 
-def of_state(task, **state):
-    return pod_with(task, {"containerStatuses": [{"name": "tensorflow", "state": state}]})
-
-
-class TestStart:
-    """Tests of the reason why a job does not train yet."""
-
-    @pytest.fixture
-    def deadlines(self):
-        found = Deadlines(
-            TFJobs(), DeadlinesConfig(), {"chief": 1, "worker": 1}, iter(range(100)).__next__
-        )
-        found.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}})
-        return found
-
-    def test_the_controller(self, deadlines):
-        assert deadlines.start([]) == (0, "the training operator has not accepted the job")
-
-    def test_admission(self, deadlines):
-        deadlines.is_taken_up = True
-        deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
-        assert deadlines.start([])[1].startswith("Kueue suspends the job until its queue")
-
-    def test_pods_that_are_not_made(self, deadlines):
-        pods = [of_state("chief-0", running={})]
-        deadlines.observe(pods)
-        assert deadlines.start(pods) == (1, "worker 0/1: 1 not created")
-
-    def test_pods_without_a_node(self, deadlines):
-        condition = {"type": "PodScheduled", "status": "False", "message": "Insufficient cpu."}
-        pods = [
-            of_state("chief-0", running={}),
-            pod_with("worker-0", {"conditions": [condition]}, node=""),
-        ]
-        deadlines.observe(pods)
-        assert deadlines.start(pods) == (
+@pytest.mark.parametrize(
+    ("pods", "running", "words"),
+    [
+        ([], 0, "the training operator has not accepted the job"),
+        ([CHIEF_RUNS], 1, "worker 0/1: 1 not created"),
+        (
+            [CHIEF_RUNS, pod_with("worker-0", {"conditions": [UNSCHEDULED]}, node="")],
             1,
             "worker 0/1: 1 without a node (Insufficient cpu.)",
-        )
-
-    def test_images(self, deadlines):
-        pods = [
-            of_state("chief-0", waiting={"reason": "ContainerCreating"}),
-            of_state("worker-0", waiting={"reason": "ImagePullBackOff", "message": "no such tag"}),
-        ]
-        deadlines.observe(pods)
-        assert deadlines.start(pods) == (
+        ),
+        (
+            [
+                of_state("chief-0", waiting={"reason": "ContainerCreating"}),
+                of_state("worker-0", waiting={"reason": "ImagePullBackOff", "message": "no tag"}),
+            ],
             0,
             "chief 0/1: 1 starting (ContainerCreating: Kubernetes is pulling images or mounting "
-            "volumes); worker 0/1: 1 starting (ImagePullBackOff: no such tag)",
-        )
-        assert deadlines.start([pods[0], of_state("worker-0", running={})])[0] == 1
+            "volumes); worker 0/1: 1 starting (ImagePullBackOff: no tag)",
+        ),
+        (
+            [CHIEF_RUNS, of_state("worker-0", waiting={"reason": "ContainerCreating"})],
+            1,
+            "worker 0/1: 1 starting (ContainerCreating: Kubernetes is pulling images or mounting "
+            "volumes)",
+        ),
+    ],
+)
+def test_the_reason_why_a_job_does_not_train_yet(clock, pods, running, words):
+    deadlines = clock.deadlines("chief", "worker")
+    deadlines.observe_job(JOB)
+    deadlines.observe(pods)
+    assert deadlines.start(pods) == (running, words)
 
-    def test_the_first_step(self, deadlines):
-        pods = [of_state("chief-0", running={}), of_state("worker-0", running={})]
-        deadlines.observe(pods)
-        said = "all tasks are running, but training has not completed a step yet"
-        assert deadlines.start(pods) == (2, said)
-        assert not deadlines.is_training
-        # A possible cause is a Service of another job with the same name.
-        deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
-        assert deadlines.start(pods)[1].endswith(
-            "not completed a step yet; these names do not resolve: a-ps-0-0.a"
-        )
-        deadlines.restart_progress()
-        assert deadlines.is_training
+
+def test_a_job_waits_for_admission_and_then_for_its_first_step(clock):
+    deadlines = clock.deadlines("chief", "worker")
+    deadlines.observe_job(JOB)
+    deadlines.is_taken_up = True
+    deadlines.observe_job(SUSPENDED)
+    assert deadlines.start([])[1].startswith("Kueue suspends the job until its queue")
+    deadlines.observe_job(JOB)
+    pods = [CHIEF_RUNS, of_state("worker-0", running={})]
+    deadlines.observe(pods)
+    said = "all tasks are running, but training has not completed a step yet"
+    assert deadlines.start(pods) == (2, said)
+    assert not deadlines.is_training
+    # A possible cause is a Service of another job with the same name.
+    deadlines.unresolved = "these names do not resolve: a-ps-0-0.a"
+    assert deadlines.start(pods)[1] == f"{said}; these names do not resolve: a-ps-0-0.a"
+    clock.at = 1.0
+    deadlines.restart_progress()
+    assert deadlines.is_training
 
 
 def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypatch):
@@ -364,33 +336,16 @@ def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, m
     attempt = Attempt(job_of(settings(max_restarts=0)))
     kube.wait_watched()
     kube.run_all()
-    job = kube.job()["metadata"]["name"]
-
-    def suspend(value):
-        def change(tree):
-            tree["spec"]["runPolicy"]["suspend"] = value
-
-        kube.store.change("tfjobs", NAMESPACE, job, change)
-
     kube.store.wait(lambda: sum("/log?" in each for each in kube.server.requests) >= 3)
     with heard(events.Suspension):
-        suspend(True)
+        kube.suspend(kube.job(), True)
     kube.store.wait(lambda: not kube.pods())
-    suspend(False)
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    kube.suspend(kube.job(), False)
+    run_to_end(kube, attempt)
     emitted = list(events.read(path))
     assert not [each for each in emitted if isinstance(each, events.Restart)]
     waits = [each for each in emitted if isinstance(each, events.Suspension)]
     assert waits == [events.Suspension(is_over=over, was_running=True) for over in (False, True)]
-
-
-def test_launch_raises_what_the_operator_leaves_undone(kube):
-    kube.operator.down = True
-    with pytest.raises(UserError, match="the training operator has not reacted"):
-        launch(TFJobs(), job_of(settings(operator=1)))
-    assert kube.store.all("tfjobs", NAMESPACE) == []
 
 
 def quota(kube, count):
@@ -427,9 +382,7 @@ def test_a_full_quota_is_said_and_waited_for(kube, caplog):
     [warning] = [each for each in caplog.messages if "cannot create all pods" in each]
     assert "exceeded quota: team, requested: pods=1, used: pods=1, limited: pods=1" in warning
     kube.store.delete("resourcequotas", NAMESPACE, "team")
-    kube.run_all()
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    run_to_end(kube, attempt)
 
 
 def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube):
@@ -451,8 +404,7 @@ def test_a_job_that_trains_goes_on_without_a_pod_that_is_refused(kube):
     kube.store.delete("serviceaccounts", NAMESPACE, "robot")
     pods.finished(kube.store, kube.pod("worker-0"), 137)
     kube.store.wait(lambda: events_are_read(kube))
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+    complete(kube, attempt)
 
 
 def test_without_permission_for_events_a_quota_is_waited_for(kube):

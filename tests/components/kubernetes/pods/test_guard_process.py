@@ -9,28 +9,22 @@ from contextlib import contextmanager
 
 import pytest
 
-from flotilla.components.kubernetes.pods.task_process import NextAttempt, RestartRule
+from flotilla.components.kubernetes.pods.guard import NextAttempt, RestartRule
 from flotilla.trainer import events
-from flotilla.trainer.cluster import termination
 from tests.components.kubernetes.attempts import ROOT
 
 # A guard that only runs its task's process; pauses are shortened for tests.
 GUARD = """
 import os, signal, sys, threading
-from flotilla.components.kubernetes.pods import task_process
+from flotilla.components.kubernetes.pods import guard
 from flotilla.trainer.runtime import streams
-task_process.PAUSE_SECONDS = float(sys.argv[1])
-task_process.LONGEST_PAUSE_SECONDS = max(1.0, float(sys.argv[1]))
-task_process.SHORT_ATTEMPT_SECONDS = float(sys.argv[2])
+guard.PAUSE_SECONDS = float(sys.argv[1])
+guard.LONGEST_PAUSE_SECONDS = max(1.0, float(sys.argv[1]))
+guard.SHORT_ATTEMPT_SECONDS = float(sys.argv[2])
 streams.log_to_stderr()
-task_process.adopt_orphans()
+guard.adopt_orphans()
 command = [sys.executable, "-c", sys.argv[3]]
-process = task_process.TaskProcess(
-    command,
-    os.environ,
-    name="ps-0",
-    rule=task_process.RestartRule(2),
-)
+process = guard.TaskProcess(command, os.environ, name="ps-0", rule=guard.RestartRule(2))
 signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
 signal.signal(signal.SIGUSR1, lambda *_: process.begin_no_more())
 process.start()
@@ -71,10 +65,6 @@ def line_of(process, text):
 
 def starts(folder):
     return len((folder / "starts").read_text())
-
-
-def restart(code, cause, number):
-    return events.Restart(task="ps-0", cause=cause, restarts=number, code=code)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 75, 127])
@@ -119,26 +109,24 @@ def test_a_cluster_that_is_lost_before_it_is_whole_counts_for_nothing_for_two_mi
 
 @pytest.mark.cluster
 @pytest.mark.parametrize(
-    ("end", "code", "cause"),
+    ("end", "code", "cause", "restarts"),
     [
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "exit code 139 (signal SIGSEGV)"),
-        ("sys.exit(138)", 138, "exit code 138"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "exit code 139 (signal SIGSEGV)", 2),
+        ("sys.exit(138)", 138, "exit code 138", 2),
+        ("sys.exit(127)", 127, "", 0),
     ],
 )
 def test_each_restart_is_an_event_and_past_the_limit_the_code_is_that_of_the_task(
-    tmp_path, end, code, cause
+    tmp_path, end, code, cause, restarts
 ):
     # With `short=0`, no attempt is short, so a lost cluster (exit code 138) counts as a restart.
+    expected = [
+        events.Restart(task="ps-0", cause=cause, restarts=number, code=code)
+        for number in range(1, restarts + 1)
+    ]
     with guarded(tmp_path, f"{COUNTS}{end}", short=0.0) as process:
-        assert ended(process) == (code, [restart(code, cause, 1), restart(code, cause, 2)])
-    assert starts(tmp_path) == 3
-
-
-@pytest.mark.cluster
-def test_a_final_end_is_the_end(tmp_path):
-    with guarded(tmp_path, f"{COUNTS}sys.exit(127)") as process:
-        assert ended(process) == (127, [])
-    assert starts(tmp_path) == 1
+        assert ended(process) == (code, expected)
+    assert starts(tmp_path) == restarts + 1
 
 
 @pytest.mark.cluster
@@ -175,18 +163,6 @@ ACKNOWLEDGES = (
     "signal.signal(signal.SIGUSR1, lambda *_: (process.begin_no_more(), print('signalled', "
     "flush=True)))\nprint('handles', flush=True)"
 )
-
-
-@pytest.mark.cluster
-def test_the_termination_message_of_the_attempt_before_is_removed(tmp_path):
-    code = (
-        f"{COUNTS}message = pathlib.Path({termination.FILE!r}); assert not message.exists()\n"
-        "message.write_text('lost'); sys.exit(200)"
-    )
-    with guarded(tmp_path, code) as process:
-        assert ended(process)[0] == 200
-    assert starts(tmp_path) == 3
-    assert termination.read(tmp_path) == "lost"
 
 
 @pytest.mark.cluster
