@@ -12,13 +12,12 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.kfp_instance import api
-from tests.kfp_instance.faults import Fault, Faults
 from tests.kfp_instance.shapes import check, with_text
 from tests.kfp_instance.store import RefusedError, Store
+from tests.kubernetes.faults import TRICKLE, Fault, Faults
 
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}
 TYPE = "type.googleapis.com/ml_pipelines.Status"
-TRICKLE = -2
 UPLOADED = re.compile(rb'name="uploadfile".*?\r\n\r\n(.*)\r\n--', re.DOTALL)
 
 
@@ -40,7 +39,7 @@ class Instance(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.store = Store()
-        self.faults = Faults()
+        self.faults = Faults(threading.Condition())
         self.token = ""
         self.cookies = ""
         self.multi_user = False

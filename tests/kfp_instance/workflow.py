@@ -201,9 +201,6 @@ class Workflow:
     def pod(self, step: str) -> str:
         return pod_name(self._last(step))
 
-    def driver_pod(self, step: str) -> str:
-        return pod_name(self._named(f"{self._group(step)}-driver(0)"))
-
     def pods(self) -> set[str]:
         """Return the names of the pods that exist."""
         pending = {pod_name(node) for node in self.nodes if node["phase"] == "Pending"}

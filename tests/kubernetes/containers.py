@@ -12,7 +12,6 @@ import itertools
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from tests.kubernetes import resolver
 from tests.kubernetes.store import Tree
+from tests.ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PROBE_SECONDS = 30
@@ -112,11 +112,7 @@ class Addresses:
         ports = self._ports.setdefault(pod["metadata"]["uid"], {})
         asked = int(found[2])
         if asked not in ports:
-            # The socket reserves the port but does not listen, so the pod can listen on it.
-            holder = self._held.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            ports[asked] = holder.getsockname()[1]
+            ports[asked] = self._held.enter_context(held_port())
         return f'"{found[1]}:{ports[asked]}"'
 
     def close(self) -> None:

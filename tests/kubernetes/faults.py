@@ -1,11 +1,12 @@
-"""Faults that a test injects into an API server."""
+"""Faults that a test injects into an API server, of Kubernetes or of KFP."""
 
 import re
 import threading
 from dataclasses import dataclass, field
 
-# Status of a fault that sends no response until the server stops.
-SILENCE = -1
+# Statuses of a fault that sends no response until the server stops, and of one that sends a byte
+# from time to time (only from KFP).
+SILENCE, TRICKLE = -1, -2
 
 
 @dataclass(kw_only=True)
@@ -14,13 +15,14 @@ class Fault:
 
     The pattern is a regular expression that is searched in `METHOD /path?query`. Status 0 closes
     the connection without a response. A `late` fault first executes the request. If the fault
-    `echoes`, its message contains the headers of the request.
+    `echoes`, Kubernetes' message contains the headers of the request. KFP responds with `body`.
     """
 
     pattern: str
     status: int
     times: int = 10**9
     headers: dict[str, str] = field(default_factory=dict)
+    body: bytes = b""
     late: bool = False
     echoes: bool = False
 

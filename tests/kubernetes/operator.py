@@ -10,19 +10,18 @@ pod that is being deleted counts as failed. The operator also applies `cleanPodP
 from __future__ import annotations
 
 import json
-import socket
-import threading
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from tests.kubernetes import events
 from tests.kubernetes.conditions import condition, is_finished, is_true, message_of, seconds_since
 from tests.kubernetes.network import host_of
+from tests.kubernetes.reconciler import Reconciler
 from tests.kubernetes.store import RefusedError, Store, Tree, now
+from tests.ports import held_port
 
 JOB_NAME = "training.kubeflow.org/job-name"
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
-RESYNC_SECONDS = 0.2
 # Order in which the operator checks roles: its message names the first role that failed.
 ORDER = ("Chief", "Evaluator", "PS", "Worker")
 
@@ -36,39 +35,22 @@ def exit_code(pod: Tree) -> int:
     return 0xBEEF
 
 
-class Operator:
-    """Reconciles the pods and status of all TFJobs in a separate thread, unless it is `down`."""
+class Operator(Reconciler):
+    """Reconciles the pods and status of all TFJobs."""
 
     def __init__(self, store: Store) -> None:
-        self.down = False
-        self._store = store
+        super().__init__(store)
         self._ports = ExitStack()
         self._addresses: dict[str, int] = {}
-        self._stopping = False
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def __enter__(self) -> Operator:
-        self._thread.start()
-        return self
 
     def __exit__(self, *_error: object) -> None:
-        with self._store.changed:
-            self._stopping = True
-            self._store.changed.notify_all()
-        self._thread.join()
+        super().__exit__()
         self._ports.close()
 
-    def _run(self) -> None:
-        reconciled = -1
-        while not self._stopping:
-            with self._store.changed:
-                for job in [] if self.down else self._store.all("tfjobs"):
-                    with suppress(RefusedError):
-                        self._reconcile(job)
-                # The version is unchanged, so nothing is left to do until the next event.
-                if self._store.version() == reconciled:
-                    self._store.changed.wait(RESYNC_SECONDS)
-                reconciled = self._store.version()
+    def reconcile(self) -> None:
+        for job in self._store.all("tfjobs"):
+            with suppress(RefusedError):
+                self._reconcile(job)
 
     def _reconcile(self, job: Tree) -> None:
         meta, policy = job["metadata"], job["spec"]["runPolicy"]
@@ -220,10 +202,7 @@ class Operator:
     def port(self, name: str) -> int:
         """Return the port of a pod and its replacements; all pods share this machine's address."""
         if name not in self._addresses:
-            holder = self._ports.enter_context(socket.socket())
-            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            holder.bind(("127.0.0.1", 0))
-            self._addresses[name] = holder.getsockname()[1]
+            self._addresses[name] = self._ports.enter_context(held_port())
         return self._addresses[name]
 
     def _of(self, job: Tree) -> list[Tree]:
