@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from flotilla.components import descriptor, evaluate_model, export_model, prepare_data
+from flotilla.components import evaluate_model, export_model, prepare_data
 from flotilla.components.records import run_store
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.data import DataConfig
@@ -131,17 +131,6 @@ def test_baselines_are_metrics_next_to_those_of_the_model(run, root, emitted, tm
     assert not {*names} & {*ends[1].metrics, *written["metrics"]}
     fields = storage.read_manifest(uri).fields
     assert not {*names} & {*fields["metrics"]}
-
-
-@pytest.mark.usefixtures("emitted")
-def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatch, tmp_path):
-    monkeypatch.setattr(descriptor, "MOST_CLASSES", 9)
-    uri, metrics, confusion, _ = evaluated(run, root, tmp_path)
-    assert confusion.metadata == {
-        "left_out": "the matrix has 10 classes, but the UI shows at most 9"
-    }
-    assert metrics.metadata["uri"] == uri
-    assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
 
 
 @pytest.mark.usefixtures("emitted")

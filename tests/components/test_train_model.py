@@ -4,6 +4,7 @@ import json
 import os
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import pytest
 from kfp import dsl
@@ -85,10 +86,8 @@ class TestTrainModel:
         assert written["outputs"][-1] == {"type": "tensorboard", "source": logs}
         ((job, defaults),) = launched
         assert defaults == PodDefaults(image=PODS[0], store_secret=PODS[1])
-        assert (job.dataset, job.workdir) == (
-            run.dataset,
-            Path(os.environ[run_store.RUN_FOLDER], "cluster"),
-        )
+        workdir = Path(os.environ[run_store.RUN_FOLDER], "cluster")
+        assert (job.dataset, job.workdir) == (run.dataset, workdir)
         assert job.config.model == run.config.model
 
     @pytest.mark.usefixtures("launched")
@@ -120,37 +119,37 @@ class TestTrainModel:
         return launched
 
     @pytest.mark.usefixtures("validated")
-    def test_the_best_is_handed_on(self, train, emitted):
-        uri = train()
-        assert uri.endswith("/step-00000009")
+    @pytest.mark.parametrize(
+        ("hand_on", "step", "why"), [("best", 9, "best by validation loss"), ("last", 10, "")]
+    )
+    def test_the_best_is_handed_on_or_the_last(self, train, emitted, hand_on, step, why):
+        uri = train(training={"hand_on": hand_on})
+        assert uri.endswith(f"/step-{step:08d}")
         metrics = emitted()[-1].metrics
-        assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
-        assert metrics["handed_on_as"] == "best by validation loss"
-        assert metrics["loss"] == 1 / 9
+        assert (metrics["global_step"], metrics["handed_on_step"]) == (10, step)
+        assert why in metrics["handed_on_as"]
+        assert metrics["loss"] == 1 / step
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
-    @pytest.mark.usefixtures("validated")
-    def test_the_last_is_handed_on_where_that_is_asked_for(self, train, emitted):
-        uri = train(training={"hand_on": "last"})
-        assert uri.endswith("/step-00000010")
-        metrics = emitted()[-1].metrics
-        assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 10)
-        assert metrics["best_global_step"] == 9
-
-    def test_a_slice_that_there_cannot_be_is_refused_before_anything_is_launched(
-        self, launched, train, capsys
+    @pytest.mark.parametrize(
+        ("sections", "words"),
+        [
+            (
+                {"evaluation": {"slices": ["writer"]}},
+                "evaluation.slices: 'writer' is not a feature of the dataset",
+            ),
+            (
+                {"training": {"warm_start": "file:///none/pretrained.keras"}},
+                "training.warm_start: nothing exists at file:///none/pretrained.keras",
+            ),
+        ],
+    )
+    def test_what_cannot_be_trained_is_refused_before_anything_is_launched(
+        self, launched, train, capsys, sections, words
     ):
-        code, line = refused(lambda: train(evaluation={"slices": ["writer"]}), capsys=capsys)
+        code, line = refused(lambda: train(**sections), capsys=capsys)
         assert code == 2
-        assert line.startswith("evaluation.slices: 'writer' is not a feature of the dataset")
-        assert launched == []
-
-    def test_first_weights_that_are_not_there_are_refused_before_anything_is_launched(
-        self, launched, train, root, capsys
-    ):
-        uri = storage.join(root, "pretrained.keras")
-        code, line = refused(lambda: train(training={"warm_start": uri}), capsys=capsys)
-        assert (code, line) == (2, f"training.warm_start: nothing exists at {uri}")
+        assert line.startswith(words)
         assert launched == []
 
     def test_what_does_not_fit_the_dataset_is_refused_before_a_cluster_is_made(
@@ -170,22 +169,17 @@ class TestTrainModel:
         train()
         assert len(launched) == 1
 
-    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, train, capsys):
-        def fail(_job, _defaults):
-            raise UserError("worker-0 ended with exit code 1")
-
-        monkeypatch.setattr(launchers, "launch", fail)
-        assert refused(train, capsys=capsys) == (1, "worker-0 ended with exit code 1")
-
-    def test_an_interrupted_launcher_interrupts_the_step(self, monkeypatch, train, emitted):
-        def end(_job, _defaults):
-            raise RunInterruptedError("interrupted at global step 7")
-
-        monkeypatch.setattr(launchers, "launch", end)
-        with pytest.raises(SystemExit) as ended:
-            train()
-        assert ended.value.code == 130
-        assert emitted()[-1].status == "interrupted"
+    @pytest.mark.parametrize(
+        "error",
+        [
+            UserError("worker-0 ended with exit code 1"),
+            RunInterruptedError("interrupted at global step 7"),
+        ],
+    )
+    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, train, capsys, emitted, error):
+        monkeypatch.setattr(launchers, "launch", mock.Mock(side_effect=error))
+        assert refused(train, capsys=capsys) == (error.exit_code, str(error))
+        assert emitted()[-1].status == ("interrupted" if error.exit_code == 130 else "failed")
 
     def test_a_launcher_that_leaves_nothing_is_one_line(self, monkeypatch, train, capsys):
         monkeypatch.setattr(launchers, "launch", lambda _job, _defaults: None)

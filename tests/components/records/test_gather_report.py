@@ -27,14 +27,8 @@ from tests.pipelines.step_events import begun, done, ended, write
 from tests.trainer.page import Page
 
 RUN = "digits-1"
-
-
 METRICS = {"loss": 0.125, "accuracy": 0.9625}
-
-
 RULES = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.9625, "passed": True}
-
-
 ROWS = [{"global_step": 20 * i, "loss": 1 / i, "seconds": i} for i in range(1, 4)]
 
 
@@ -131,11 +125,13 @@ def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
     assert "first <b>\nlast" in page.text
 
 
-def test_the_traceback_of_the_users_code_is_folded(run):
+@pytest.mark.parametrize("of_record", [False, True])
+def test_the_traceback_of_the_users_code_is_folded(run, of_record):
+    error, traceback = "bad shape (blocks.py:14)", "Traceback <b>\n  line"
     run.events(
         begun("train_model"),
-        UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback <b>\n  line"),
-        ended("train_model", "failed", 1, error="bad shape (blocks.py:14) (chief-0)"),
+        *([] if of_record else [UserCodeFailed(error=error, traceback=traceback)]),
+        ended("train_model", "failed", 1, error=error, traceback=traceback if of_record else ""),
     )
     page = run.report("FAILED")
     assert "Traceback of train_model" in page.text
@@ -144,64 +140,38 @@ def test_the_traceback_of_the_users_code_is_folded(run):
     assert html.index("<details><summary>Traceback of") < html.index("Traceback &lt;b&gt;")
 
 
-def test_the_record_of_a_step_may_have_the_traceback_itself(run):
-    failed = ended("evaluate_model", "failed", 1, error="bad", traceback="Traceback of it")
-    run.events(begun("evaluate_model"), failed)
-    assert "Traceback of it" in run.report("FAILED").text
-
-
-class TestResumed:
-    """Tests of a run that was interrupted after 60 s and resumed an hour later for another 30 s."""
-
-    @pytest.fixture
-    def resumed(self, run):
-        run.config(Config().model_dump_json())
-        run.events(
-            RunBegin(time=100.0, run_id=RUN, number=1),
-            *done("prepare_data", time=110.0, seconds=10.0),
-            begun("train_model", time=110.0),
-            AttemptBegin(time=111.0, global_step=0, steps=60, resumed=False),
-            CheckpointPublished(time=150.0, uri="file:///c", global_step=20),
-            ended("train_model", "interrupted", 130, time=170.0, seconds=60.0, error="at step 20"),
-            *done("finish", time=171.0),
-            RunBegin(time=3700.0, run_id=RUN, number=2),
-            *done("prepare_data", time=3701.0, seconds=1.0),
-            begun("train_model", time=3701.0),
-            AttemptBegin(time=3702.0, global_step=20, steps=60, resumed=True),
-            CheckpointPublished(time=3730.0, uri="file:///d", global_step=60),
-            ended("train_model", time=3731.0, seconds=30.0, uri="file:///d"),
-            begun("finish", time=3731.0),
-        )
-        return gather_report.gather_facts("SUCCEEDED", run.root, RUN, run.folder)
-
-    def test_the_verdict_is_that_of_the_newest_start(self, resumed):
-        assert resumed["verdict"] == "done"
-
-    def test_a_step_has_its_earlier_tries(self, resumed):
-        prepared, trained = resumed["steps"]
-        assert (prepared["tries"], prepared["earlier_seconds"]) == (2, 10.0)
-        assert (trained["status"], trained["seconds"], trained["uri"]) == (
-            "done",
-            30.0,
-            "file:///d",
-        )
-        assert (trained["tries"], trained["earlier_seconds"]) == (2, 60.0)
-
-    def test_the_cost_is_that_of_both(self, resumed):
-        assert resumed["cost"]["task_hours"] == pytest.approx(4 * 90 / 3600)
-        assert resumed["cost"]["seconds_of_all_steps"] == 101.0
-
-    def test_the_time_line_has_both_with_their_checkpoints(self, resumed):
-        bars, _idle = time_line(resumed["tries"], resumed["checkpoints"])
-        marked = [bar for bar in bars if bar.marks]
-        assert [(bar.step, bar.status, len(bar.marks)) for bar in marked] == [
-            ("train_model, try 1", "interrupted", 1), ("train_model, try 2", "done", 1),
-        ]  # fmt: skip
-        assert [incident["event"] for incident in resumed["incidents"]] == ["attempt_begin"]
-
-    def test_the_page_says_so(self, run, resumed):
-        assert resumed["steps"]
-        assert "30 s + 1 min 00 s in 1 earlier try" in run.report("SUCCEEDED").text
+def test_a_run_that_was_resumed_after_an_hour_has_the_tries_and_the_cost_of_both_starts(run):
+    run.config(Config().model_dump_json())
+    run.events(
+        RunBegin(time=100.0, run_id=RUN, number=1),
+        *done("prepare_data", time=110.0, seconds=10.0),
+        begun("train_model", time=110.0),
+        AttemptBegin(time=111.0, global_step=0, steps=60, resumed=False),
+        CheckpointPublished(time=150.0, uri="file:///c", global_step=20),
+        ended("train_model", "interrupted", 130, time=170.0, seconds=60.0, error="at step 20"),
+        *done("finish", time=171.0),
+        RunBegin(time=3700.0, run_id=RUN, number=2),
+        *done("prepare_data", time=3701.0, seconds=1.0),
+        begun("train_model", time=3701.0),
+        AttemptBegin(time=3702.0, global_step=20, steps=60, resumed=True),
+        CheckpointPublished(time=3730.0, uri="file:///d", global_step=60),
+        ended("train_model", time=3731.0, seconds=30.0, uri="file:///d"),
+        begun("finish", time=3731.0),
+    )
+    facts = gather_report.gather_facts("SUCCEEDED", run.root, RUN, run.folder)
+    assert facts["verdict"] == "done"
+    prepared, trained = facts["steps"]
+    assert (prepared["tries"], prepared["earlier_seconds"]) == (2, 10.0)
+    found = (trained["status"], trained["seconds"], trained["uri"])
+    assert found == ("done", 30.0, "file:///d")
+    assert (trained["tries"], trained["earlier_seconds"]) == (2, 60.0)
+    assert facts["cost"]["task_hours"] == pytest.approx(4 * 90 / 3600)
+    assert facts["cost"]["seconds_of_all_steps"] == 101.0
+    bars, _idle = time_line(facts["tries"], facts["checkpoints"])
+    marked = [(bar.step, bar.status, len(bar.marks)) for bar in bars if bar.marks]
+    assert marked == [("train_model, try 1", "interrupted", 1), ("train_model, try 2", "done", 1)]
+    assert [incident["event"] for incident in facts["incidents"]] == ["attempt_begin"]
+    assert "30 s + 1 min 00 s in 1 earlier try" in run.report("SUCCEEDED").text
 
 
 def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(run):
@@ -242,6 +212,13 @@ def test_the_exit_step_is_not_reported_as_one_that_died(run):
     assert "killed" not in page.text
 
 
+def test_a_step_that_was_killed_is_named(run):
+    run.events(*done("prepare_data"), begun("train_model"), begun("finish"))
+    page = run.report("FAILED")
+    assert verdict(page) == "failed"
+    assert "train_model: the step was killed, or user code ended" in page.text
+
+
 def test_a_refused_run(run):
     uri = run.uri_of(run.decided("refused", [{**RULES, "threshold": 0.99, "passed": False}]))
     run.events(*done("check_gate", uri=uri, metrics={"decision": "refused"}))
@@ -262,13 +239,6 @@ def test_a_run_that_failed_before_training(run):
     assert verdict(page) == "failed"
     assert "prepare_data: no dataset of this name" in page.text
     assert page.heads() == ["Steps and lineage", "Configuration"]
-
-
-def test_a_step_that_was_killed_is_named(run):
-    run.events(*done("prepare_data"), begun("train_model"), begun("finish"))
-    page = run.report("FAILED")
-    assert verdict(page) == "failed"
-    assert "train_model: the step was killed, or user code ended" in page.text
 
 
 def test_an_interrupted_run(run):
@@ -407,8 +377,6 @@ def test_damaged_events_are_left_out(run):
 
 
 TRAIN = StepRecord(step="train_model", status="failed", began=200.0, seconds=1800.0)
-
-
 PREPARE = StepRecord(step="prepare_data", status="done", began=0.0, seconds=200.0)
 
 
@@ -416,27 +384,33 @@ def config(**sections):
     return parse_config(sections).model_dump()
 
 
+PROGRAM = {"command": ["python"], "roles": {"evaluator": 1, "worker": 2, "chief": 1}}
+
+
 @pytest.mark.parametrize(
-    ("strategy", "gpus", "held"),
+    ("sections", "gpus", "held"),
     [
-        ("async_parameter_server", 2, {"tasks": {"ps": 1, "worker": 3, "chief": 1}, "gpus": 6}),
-        ("multi_worker_mirrored", 1, {"tasks": {"worker": 3}, "gpus": 3}),
+        ({}, 2, {"tasks": {"ps": 1, "worker": 3, "chief": 1}, "gpus": 6}),
+        (
+            {"training": {"strategy": "multi_worker_mirrored"}},
+            1,
+            {"tasks": {"worker": 3}, "gpus": 3},
+        ),
         # The single process gets the GPUs of one worker.
-        ("single", 4, {"tasks": {"chief": 1}, "gpus": 4}),
+        ({"training": {"strategy": "single"}}, 4, {"tasks": {"chief": 1}, "gpus": 4}),
+        ({"program": PROGRAM}, 2, {"tasks": {"worker": 2, "chief": 1}, "gpus": 4}),
     ],
 )
-def test_what_a_cluster_holds(strategy, gpus, held):
-    cluster = {"workers": 3, "gpus_per_worker": gpus}
-    assert count_resources(config(training={"strategy": strategy}, cluster=cluster)) == held
+def test_what_a_cluster_holds(sections, gpus, held):
+    cluster = (
+        {"gpus_per_worker": gpus}
+        if "program" in sections
+        else {"workers": 3, "gpus_per_worker": gpus}
+    )
+    assert count_resources(config(**sections, cluster=cluster)) == held
 
 
-def test_what_the_roles_of_a_program_hold():
-    program = {"command": ["python"], "roles": {"evaluator": 1, "worker": 2, "chief": 1}}
-    held = count_resources(config(program=program, cluster={"gpus_per_worker": 2}))
-    assert held == {"tasks": {"worker": 2, "chief": 1}, "gpus": 4}
-
-
-def test_a_failed_training_costs_what_it_held():
+def test_a_failed_training_costs_what_it_held_in_all_its_tries():
     found = cost(config(cluster={"workers": 2, "gpus_per_worker": 1}), [PREPARE, TRAIN])
     assert found == {
         "tasks": {"ps": 1, "worker": 2, "chief": 1},
@@ -444,17 +418,10 @@ def test_a_failed_training_costs_what_it_held():
         "gpu_hours": 1.0,
         "seconds_of_all_steps": 2000.0,
     }
-
-
-def test_earlier_tries_count():
-    found = cost(
-        config(),
-        [PREPARE, replace(TRAIN, earlier=(Try(began=0.0, seconds=1800.0, status="failed"),))],
-    )
+    again = replace(TRAIN, earlier=(Try(began=0.0, seconds=1800.0, status="failed"),))
+    found = cost(config(), [PREPARE, again])
     assert (found["task_hours"], found["seconds_of_all_steps"]) == (4.0, 3800.0)
-
-
-def test_without_a_configuration_the_record_of_training_says_what_it_held():
+    # Without a configuration, the record of training says what it held.
     held = {"tasks": {"chief": 1, "worker": 1}, "gpus": 8}
     found = cost({}, [replace(TRAIN, held=held)])
     assert (found["task_hours"], found["gpu_hours"]) == (1.0, 4.0)

@@ -14,9 +14,8 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from flotilla.components import evaluate_model, export_model, finish
+from flotilla.components import export_model, finish
 from flotilla.components.records import record, run_store
-from flotilla.components.records import record as module
 from flotilla.components.records.record import STOPPING, record_stage, run_stage
 from flotilla.components.records.step_record import PublishedRecord, read, step_records
 from flotilla.trainer import events, storage
@@ -29,12 +28,11 @@ from flotilla.trainer.runtime.errors import (
     RunInterruptedError,
     UserError,
 )
-from tests.components.called_steps import RUN, artifact_in, ended, text_of, to_evaluate
+from tests.components.called_steps import RUN, artifact_in, ended, gated, text_of
 from tests.trainer.page import Page
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ROOT = Path(__file__).parents[3]
-
-
 BEGINS = """
 import sys
 from flotilla.components.records.record import record_stage
@@ -44,8 +42,6 @@ with record_stage(sys.argv[1]):
     {body}
 print("went on", flush=True)
 """
-
-
 # `signal.pause` would miss a signal that arrives just before the call.
 WORKS = "while True: pass"
 
@@ -156,14 +152,15 @@ def test_a_full_disk_is_one_line_wherever_a_stage_writes(emitted, capsys, monkey
     assert (emitted()[-1].status, emitted()[-1].error) == ("failed", line)
 
 
-def test_a_bug_is_recorded_and_raised(emitted, capsys):
-    step, bug = record_stage("check_gate"), ZeroDivisionError("by\nzero")
+def test_a_bug_is_recorded_and_raised(emitted, capsys, tmp_path):
+    at = storage.uri_of(tmp_path)
+    step, bug = record_stage("prepare_data", at), ZeroDivisionError("by\nzero")
     step.__enter__()
     # Without a traceback, no frame of this test file can count as user code.
     assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
     assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
-    assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
+    assert end.error == written(at)["error"] == "bug in prepare_data: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
 
@@ -268,15 +265,6 @@ def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     )
 
 
-def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, emitted):
-    process = start("train_model", "pass", **{STOPPING: "1"})
-    out, _ = process.communicate()
-    assert process.returncode == 130
-    assert not out
-    assert [type(event) for event in emitted()] == [StepBegin, StepEnd]
-    assert emitted()[-1].status == "interrupted"
-
-
 BETWEEN = """
 import os, signal
 from flotilla.components import prepare_data
@@ -308,12 +296,17 @@ def test_a_request_that_comes_between_two_stages_is_on_record_as_the_end_of_the_
     ]  # fmt: skip
 
 
-def test_the_exit_step_works_all_the_same(start, emitted):
-    process = start("finish", "pass", **{STOPPING: "1"})
+@pytest.mark.parametrize(("step", "code"), [("train_model", 130), ("finish", 0)])
+def test_an_end_that_was_asked_for_between_two_steps_stops_all_but_the_exit_step(
+    start, emitted, step, code
+):
+    process = start(step, "pass", **{STOPPING: "1"})
     out, _ = process.communicate()
-    assert process.returncode == 0
-    assert out.endswith("at work\nwent on\n")
-    assert emitted()[-1].status == "done"
+    assert process.returncode == code
+    assert out.endswith("at work\nwent on\n") == (code == 0)
+    assert bool(out) == (code == 0)
+    assert [type(event) for event in emitted()] == [StepBegin, StepEnd]
+    assert emitted()[-1].status == ("interrupted" if code else "done")
 
 
 NO_SPACE = "no space is left on the node"
@@ -325,23 +318,14 @@ class Run:
     def __init__(self, trained, root, folder):
         self.trained, self.root, self._folder = trained, root, folder
 
-    def given(self, accuracy=0.1):
-        return text_of(self.trained, accuracy=accuracy), self.root, RUN
-
-    def output(self, kind=dsl.Model):
-        return artifact_in(self._folder, kind)
-
     def judged(self, accuracy=0.1):
-        path = self._folder / "decision"
-        own = {"decision_uri": str(path), "decision": self.output()}
-        given = {**to_evaluate(self.trained, self._folder), **own}
-        word = evaluate_model.evaluate_model.python_func(*self.given(accuracy), **given)
-        return word, path.read_text(encoding="utf-8")
+        return gated(self.trained, self.root, self._folder, accuracy)
 
     def exported(self, decision):
+        given = (text_of(self.trained, accuracy=0.1), self.root, RUN)
         inputs = (self.trained.dataset, self.trained.checkpoint, decision, "our/image:2")
-        outputs = (self.output(), self.output())
-        return export_model.export_model.python_func(*self.given(), *inputs, *outputs)
+        outputs = (artifact_in(self._folder, dsl.Model), artifact_in(self._folder, dsl.Model))
+        return export_model.export_model.python_func(*given, *inputs, *outputs)
 
     def finished(self):
         """Run the exit step once, after the first failure, as KFP does."""
@@ -380,7 +364,6 @@ def failed(run, root, tmp_path, monkeypatch):
     return made
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 @pytest.mark.slow
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
@@ -393,7 +376,6 @@ def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     assert "in 1 earlier try" in page.text
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_both_tries_are_on_the_time_line(failed):
     failed.judged(0.1)
     page = failed.page()
@@ -403,43 +385,35 @@ def test_both_tries_are_on_the_time_line(failed):
     assert page.attributes.count(("class", "bad")) == 1
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_refusal_is_an_end(failed):
-    assert failed.judged(1.0)[0] == "refused"
-    assert failed.page().verdict == "refused"
+def test_the_report_is_that_of_the_running_try_and_then_of_its_failure(failed):
+    def work():
+        with record_stage("evaluate_model", run_store.find_run(failed.root, RUN)):
+            page = failed.page()
+            assert page.verdict == "running"
+            assert NO_SPACE not in page.text
+            raise UserError("no memory")
 
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_while_a_step_works_the_report_says_failed_no_more(failed):
-    with record_stage("evaluate_model", run_store.find_run(failed.root, RUN)):
-        page = failed.page()
-        assert page.verdict == "running"
-        assert NO_SPACE not in page.text
-
-
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_another_failure_replaces_the_first(failed):
-    with (
-        pytest.raises(SystemExit),
-        record_stage("evaluate_model", run_store.find_run(failed.root, RUN)),
-    ):
-        raise UserError("no memory")
+    with pytest.raises(SystemExit):
+        work()
     page = failed.page()
     assert page.verdict == "failed"
     assert "evaluate_model: no memory" in page.text
     assert NO_SPACE not in page.text
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-def test_a_report_that_cannot_be_written_does_not_fail_the_step(failed, capsys):
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_refusal_is_an_end_even_if_the_report_cannot_be_written(failed, capsys, is_writable):
     page = storage.local_path(storage.join(failed.root, RUN, "report.html"))
-    page.unlink()
-    page.mkdir()
+    if not is_writable:
+        page.unlink()
+        page.mkdir()
     assert failed.judged(1.0)[0] == "refused"
-    assert "flotilla: the report could not be published: cannot write " in capsys.readouterr().err
+    said = "flotilla: the report could not be published: cannot write "
+    assert (said in capsys.readouterr().err) is not is_writable
+    if is_writable:
+        assert failed.page().verdict == "refused"
 
 
-@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 def test_in_a_run_that_goes_on_no_step_writes_a_report(failed):
     other = f"{RUN}-2"
     with record_stage("evaluate_model", run_store.find_run(failed.root, other)):
@@ -475,20 +449,20 @@ def written(at):
 
 
 def test_a_stage_that_goes_on_says_how_far_it_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "PROGRESS_SECONDS", 0.01)
+    monkeypatch.setattr(record, "PROGRESS_SECONDS", 0.01)
     seen, write = threading.Event(), PublishedRecord.progress
 
-    def progress(record, metrics):
-        write(record, metrics)
+    def progress(published, metrics):
+        write(published, metrics)
         seen.set()
 
     monkeypatch.setattr(PublishedRecord, "progress", progress)
     at = storage.uri_of(tmp_path)
-    with record_stage("prepare_data", at) as record:
+    with record_stage("prepare_data", at) as course:
         events.emit(WorkProgress(what="reading", unit="rows", done=3, total=4, share=0.75))
         assert seen.wait(10)
         found = written(at)
-        record.output.done("gs://b/d", {"train": 4})
+        course.output.done("gs://b/d", {"train": 4})
     assert (found["status"], found["ended"]) == ("running", None)
     assert found["metrics"] == {
         "progress": "reading: 75 %  3/4 rows", "share": 0.75, "seconds_left": -1.0,
