@@ -31,7 +31,8 @@ _ROUNDING = 1e-5
 
 def use(uri: str) -> bool:
     """Mark the directory `<root>/<folder>/<name>` as used. Return whether it is still published."""
-    root, path = storage.parent_of(storage.parent_of(uri)), _relative_path(uri)
+    folder = storage.parent_of(uri)
+    root, path = storage.parent_of(folder), f"{storage.name_of(folder)}/{storage.name_of(uri)}"
     _write(root, path, _USED)
     # Wait for removals that started earlier. A removal that starts after this point finds the mark.
     wait_until(
@@ -87,10 +88,6 @@ def _removals(root: str, path: str) -> dict[str, bool]:
 
 def _marks(root: str, path: str) -> list[str]:
     return storage.names(storage.parent_of(_place(root, path, _USED)))
-
-
-def _relative_path(uri: str) -> str:
-    return f"{storage.name_of(storage.parent_of(uri))}/{storage.name_of(uri)}"
 
 
 def _place(root: str, path: str, name: str) -> str:

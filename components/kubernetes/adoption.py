@@ -155,8 +155,7 @@ class Adoption:
         self.wait_until_deleted(metadata["name"], seconds)
 
     def _get(self, name: str) -> Tree | None:
-        get = partial(self.api.get, self.kind.resource, name)
-        found: Tree | None = self._ask(get, unless=HTTPStatus.NOT_FOUND)
+        found: Tree | None = self._ask(partial(self.api.find, self.kind.resource, name))
         return found
 
     def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:

@@ -165,6 +165,15 @@ class Api:
         """Return an object."""
         return self._ask("GET", self._path(resource, name))
 
+    def find(self, resource: Resource, name: str) -> Tree | None:
+        """Return an object, or None if it does not exist."""
+        try:
+            return self.get(resource, name)
+        except RefusedError as error:
+            if error.is_missing:
+                return None
+            raise
+
     def patch(self, resource: Resource, name: str, patch: Tree, *, quick: bool = False) -> Tree:
         """Apply a merge patch to an object. `quick` shortens the timeout."""
         timeout = _QUICK_TIMEOUT if quick else None

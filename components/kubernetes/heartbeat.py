@@ -125,12 +125,9 @@ class Heartbeat:
     def _own_version(self) -> str:
         """Return the lease's resource version, or "" if it is missing. Raises `TakenOverError`."""
         name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
-        try:
-            lease = self._api.get(LEASES, name)
-        except RefusedError as error:
-            if error.is_missing:
-                return ""
-            raise
+        lease = self._api.find(LEASES, name)
+        if lease is None:
+            return ""
         owners = [each["uid"] for each in lease["metadata"].get("ownerReferences") or []]
         holder = (lease.get("spec") or {}).get("holderIdentity")
         if uid in owners and holder and holder != self._holder:

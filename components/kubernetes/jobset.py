@@ -19,8 +19,8 @@ from flotilla.components.kubernetes.names import JOBS, JobKind, Resource, Tree
 from flotilla.components.kubernetes.pods import pod_state, program
 from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
-    PORT,
     Place,
+    addresses,
     drop_empty,
     leading,
     pod_template,
@@ -65,9 +65,9 @@ def _job(job: Job, role: str, name: str, place: Place) -> Tree:
     backoff_limit = BACKOFF_LIMIT if settings.backoff_limit is None else settings.backoff_limit
     template = pod_template(job, role, place, launcher=LAUNCHER, port_name=PORT_NAME)
     template["spec"]["restartPolicy"] = "OnFailure" if role == "evaluator" else "Never"
-    addresses = _addresses(role, name, replicas(job.config))
+    tasks = addresses(replicas(job.config), lambda each, index: f"{name}-{each}-{index}-0.{name}")
     label = f"metadata.labels['{INDEX_LABEL}']"
-    program.set_task(template["spec"], job.config, role, addresses, {program.INDEX_VARIABLE: label})
+    program.set_task(template["spec"], job.config, role, tasks, {program.INDEX_VARIABLE: label})
     return {
         "spec": {
             "completionMode": "Indexed",
@@ -94,16 +94,6 @@ def _failure_policy() -> Tree:
             {"action": "Ignore", "onPodConditions": [disrupted]},
             {"action": "FailJob", "onExitCodes": final},
         ]
-    }
-
-
-def _addresses(role: str, name: str, counts: dict[str, int]) -> dict[str, list[str]]:
-    if sum(counts.values()) == 1:
-        return {role: [f"localhost:{PORT}"]}
-    return {
-        each: [f"{name}-{each}-{number}-0.{name}:{PORT}" for number in range(count)]
-        for each, count in counts.items()
-        if each != "evaluator"
     }
 
 

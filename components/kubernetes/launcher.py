@@ -403,15 +403,11 @@ class _Launch:
 
     def _uid_of_own(self) -> str:
         """Return the uid of a job whose creation got no response, or an empty string."""
-        try:
-            found = self._api.get(self._kind.resource, self._name)["metadata"]
-        except RefusedError as error:
-            if error.is_missing:
-                return ""
-            raise
+        found = self._api.find(self._kind.resource, self._name)
         own = self._manifest["metadata"]["annotations"][names.MANIFEST]
-        is_own = (found.get("annotations") or {}).get(names.MANIFEST) == own
-        return str(found["uid"]) if is_own else ""
+        annotations = (found and found["metadata"].get("annotations")) or {}
+        is_own = annotations.get(names.MANIFEST) == own
+        return str(found["metadata"]["uid"]) if found and is_own else ""
 
     def _wait(self, seconds: float) -> None:
         """Sleep. Raises `RunInterruptedError` if a signal arrives."""

@@ -263,7 +263,8 @@ class Supervisor:
         if end.is_done or end.uid in self._suspended or self._is_ending():
             return
         # A deleted Job may have recreated its pod just before.
-        if self._owners(end) & self._deleted_jobs:
+        owners = self._last_seen[end.uid]["metadata"].get("ownerReferences") or []
+        if not self._deleted_jobs.isdisjoint(owner["uid"] for owner in owners):
             return
         if self.engine.fails_with_a_pod and end.code == DONE:
             return
@@ -309,10 +310,6 @@ class Supervisor:
                 )  # fmt: skip
                 self._asked_at[task] = time.monotonic()
             del self._to_bring_back[uid]
-
-    def _owners(self, end: TaskEnd) -> set[str]:
-        owners = self._last_seen[end.uid]["metadata"].get("ownerReferences") or []
-        return {owner["uid"] for owner in owners}
 
     def _is_back(self, lost: Tree) -> bool:
         return any(

@@ -17,6 +17,7 @@ from flotilla.components.kubernetes.pods.pod_state import TaskEnd
 from flotilla.components.kubernetes.pods.template import (
     PORT,
     Place,
+    addresses,
     drop_empty,
     pod_template,
     replicas,
@@ -57,12 +58,6 @@ def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Pla
     if not job.config.program.command:
         # The operator sets TF_CONFIG in the container named `tensorflow`.
         return template
-    is_alone = sum(counts.values()) == 1
-    addresses = {
-        each: [f"{name}-{each}-{number}.$({_NAMESPACE}).svc:{PORT}" for number in range(count)]
-        for each, count in counts.items()
-        if each != "evaluator"
-    }
     fields = {
         program.INDEX_VARIABLE: f"metadata.labels['{INDEX_LABEL}']",
         _NAMESPACE: "metadata.namespace",
@@ -71,9 +66,9 @@ def _template(job: Job, role: str, name: str, counts: dict[str, int], place: Pla
         template["spec"],
         job.config,
         role,
-        {role: [f"localhost:{PORT}"]} if is_alone else addresses,
+        addresses(counts, lambda each, index: f"{name}-{each}-{index}.$({_NAMESPACE}).svc"),
         fields,
-        has_tf_config=not is_alone,
+        has_tf_config=sum(counts.values()) > 1,
     )
     return template
 

@@ -100,9 +100,7 @@ class Step(SimpleNamespace):
 
 
 def run(work: Callable[[Step], _Result], call: Mapping[str, Any], name: str = "") -> _Result:
-    """Run the body of a step with the `locals()` of its component.
-
-    `name` is the name of the step, by default that of the module that defines `work`.
+    """Run the body of the step `name`, or of the module of `work`, with its component's `locals()`.
 
     Raises:
         SystemExit: a stage failed, or the step was asked to stop; the error was already reported.

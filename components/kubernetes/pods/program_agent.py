@@ -131,10 +131,7 @@ def main(arguments: list[str]) -> int:
         streams.say(f"agent: {error}")
         return USAGE
     job = Job(
-        config=config,
-        dataset=options.dataset,
-        checkpoints=options.checkpoints,
-        workdir=Path.cwd(),
+        config=config, dataset=options.dataset, checkpoints=options.checkpoints, workdir=Path.cwd()
     )
     code = _run(job, cluster, task, ended)
     ended.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +64,17 @@ def replicas(config: Config) -> dict[str, int]:
     if cluster.kubernetes.chiefless and "worker" in tasks:
         tasks.pop("chief", None)
     return {**tasks, **({"evaluator": 1} if config.has_evaluator else {})}
+
+
+def addresses(counts: Mapping[str, int], host: Callable[[str, int], str]) -> dict[str, list[str]]:
+    """Return the addresses of the tasks in each role, given the host name of each task."""
+    if sum(counts.values()) == 1:
+        return {role: [f"localhost:{PORT}"] for role in counts}
+    return {
+        role: [f"{host(role, index)}:{PORT}" for index in range(count)]
+        for role, count in counts.items()
+        if role != "evaluator"
+    }
 
 
 def leading(config: Config) -> Task:
