@@ -22,6 +22,12 @@ def emitted(tmp_path, monkeypatch):
     return lambda: list(events.read(path))
 
 
+@pytest.fixture
+def run_events(emitted):
+    """Return a function that reads the events of a kind."""
+    return lambda kind: [each for each in emitted() if isinstance(each, kind)]
+
+
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["executor", MARK_OPTION, own_mark()])

@@ -63,10 +63,7 @@ def test_an_option_without_a_mark_is_none():
 
 @pytest.mark.parametrize(
     ("compiled_by", "theirs"),
-    [
-        ("", "an unknown version of Flotilla"),
-        (OTHER, "Flotilla 0.9.7 (steps 0123456789ab)"),
-    ],
+    [("", "an unknown version of Flotilla"), (OTHER, "Flotilla 0.9.7 (steps 0123456789ab)")],
     ids=["older", "newer"],
 )
 def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled_by, theirs):

@@ -134,11 +134,7 @@ class TestResolveConfig:
     @pytest.fixture
     def values(self, tmp_path):
         given = {each.name: each.default for each in FIELDS}
-        own = {
-            "kfp_run_id": "123",
-            "configuration": artifact_in(tmp_path),
-            "is_whole_run": True,
-        }
+        own = {"kfp_run_id": "123", "configuration": artifact_in(tmp_path), "is_whole_run": True}
         return {**given, "storage_root": "file:///r", **own}
 
     def test_it_passes_on_what_the_others_need(self, values):

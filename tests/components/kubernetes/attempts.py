@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from flotilla.components import launchers
 from flotilla.components.kubernetes import launcher as kubernetes_launcher
+from flotilla.components.kubernetes.jobset import JobSets
+from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer import events
 from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import UserError
 from tests.kubernetes.cluster import Cluster
 
+EACH_ENGINE = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=lambda each: each.name)
 SECONDS = 180
 # Exit code and message of a launcher that was interrupted twice.
 TWICE = (130, "interrupted twice; the last published checkpoint is intact")

@@ -18,6 +18,13 @@ def job():
     return job_of(tree)
 
 
+def create(job, *names):
+    for name in names:
+        engine = launchers.engine(name)
+        tree = engine.manifest(job, Place(namespace=NAMESPACE))
+        Api(connect(), NAMESPACE).create(engine.kind.resource, tree)
+
+
 def test_without_a_cluster_it_is_this_machine(monkeypatch, job):
     for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
         monkeypatch.delenv(name, raising=False)
@@ -31,8 +38,7 @@ def test_it_is_the_jobset_where_the_cluster_serves_both(kube, job):
 
 
 def test_a_retry_takes_the_engine_of_the_job_that_is_left(kube, job):
-    tfjob = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
-    kube.store.create("tfjobs", NAMESPACE, tfjob)
+    create(job, "tfjob")
     kube.install_jobset()
     assert launchers.choose(job) == "tfjob"
 
@@ -49,8 +55,7 @@ def test_a_kind_that_is_not_served_is_none_although_permission_for_it_is_refused
     # Kubernetes checks the permission before it checks whether the kind exists.
     kube.server.control.deny(USER, "list jobsets")
     assert launchers.choose(job) == "tfjob"
-    tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
-    kube.store.create("tfjobs", NAMESPACE, tree)
+    create(job, "tfjob")
     launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()
 
@@ -72,8 +77,7 @@ def test_whether_a_kind_is_served_is_asked_again_after_an_outage(kube, job, monk
 def test_the_exit_step_ends_what_it_may_and_says_what_it_may_not(kube, job):
     kube.install_jobset()
     kube.server.control.deny(USER, "list jobsets")
-    tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
-    kube.store.create("tfjobs", NAMESPACE, tree)
+    create(job, "tfjob")
     with pytest.raises(UserError, match='cannot list resource "jobsets"'):
         launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()
@@ -87,9 +91,6 @@ def test_where_neither_is_served_the_remedy_is_named(kube, job):
 
 def test_the_exit_step_ends_what_is_left_of_either(kube, job):
     kube.install_jobset()
-    for name in launchers.ENGINES:
-        engine = launchers.engine(name)
-        tree = engine.manifest(job, Place(namespace=NAMESPACE))
-        Api(connect(), NAMESPACE).create(engine.kind.resource, tree)
+    create(job, *launchers.ENGINES)
     launchers.end({"cluster": {"launcher": "auto"}}, "run-1")
     kube.wait_until_deleted()

@@ -13,7 +13,6 @@ from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.launcher import delete_jobs
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.components.kubernetes.supervisor import Supervisor
-from flotilla.trainer import events
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.events import Restart, Suspension
 from flotilla.trainer.runtime.errors import INTERRUPTED
@@ -33,6 +32,7 @@ from tests.kubernetes.control import USER
 from tests.kubernetes.jobset_api import with_schema
 
 MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
+pytestmark = pytest.mark.usefixtures("run_events")
 KINDS = ("jobsets", "jobs", "pods", "leases", "services")
 
 
@@ -83,13 +83,10 @@ def training(kube):
 
 
 @pytest.fixture(autouse=True)
-def run_events(tmp_path, monkeypatch, kube):
-    """Install JobSet, and let the test end deleted pods; return a function that reads events."""
-    path = tmp_path / "events.jsonl"
+def _jobset(kube):
+    """Install JobSet, and let the test end deleted pods."""
     kube.install_jobset()
     kube.store.graceful.add("pods")
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
 
 
 def fail(kube, attempt):
@@ -131,11 +128,7 @@ LOSSES = [delete_gracefully, evict, delete_by_force, kill]
 
 @pytest.mark.parametrize(
     ("task", "lose"),
-    [
-        *(("worker-0", lose) for lose in LOSSES),
-        ("ps-0", kill),
-        ("chief-0", delete_gracefully),
-    ],
+    [*(("worker-0", lose) for lose in LOSSES), ("ps-0", kill), ("chief-0", delete_gracefully)],
 )
 def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):
     # Without the launcher's help, the Job controller would wait 1000 s.
@@ -319,9 +312,7 @@ class TestCancelled:
         training.signal(signal.SIGKILL)
         training.end()
         ended = threading.Thread(
-            target=delete_jobs,
-            args=(JobSets(), Config().cluster.kubernetes, "run-1"),
-            daemon=True,
+            target=delete_jobs, args=(JobSets(), Config().cluster.kubernetes, "run-1"), daemon=True
         )
         ended.start()
         kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))

@@ -7,7 +7,6 @@ import pytest
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.components.kubernetes.tfjob import TFJobs
-from flotilla.trainer import events
 from flotilla.trainer.events import CheckpointPublished, Restart
 from flotilla.trainer.runtime.errors import INTERRUPTED
 from tests.components.kubernetes.attempts import Attempt, job_of, running_step, settings
@@ -17,12 +16,10 @@ from tests.kubernetes.conditions import condition, is_true
 
 
 @pytest.fixture(autouse=True)
-def restarts(tmp_path, monkeypatch, kube):
+def restarts(kube, run_events):
     """Let the test end deleted pods; return a function that reads the restarts of the run."""
     kube.store.graceful.add("pods")
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda: [each for each in events.read(path) if isinstance(each, Restart)]
+    return lambda: run_events(Restart)
 
 
 def complete(kube, attempt):

@@ -7,11 +7,9 @@ import pytest
 from flotilla.components.image import PodDefaults
 from flotilla.components.kubernetes import client, launcher, names
 from flotilla.components.kubernetes.engine import Engine
-from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.pods.template import Place
-from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.tracking import addresses
-from tests.components.kubernetes.attempts import Attempt, job_of, settings
+from tests.components.kubernetes.attempts import EACH_ENGINE, Attempt, job_of, settings
 
 # Environment variables that KFP's MLflow plugin sets in a step's container.
 OF_KFP = {
@@ -22,7 +20,6 @@ OF_KFP = {
     "MLFLOW_TRACKING_AUTH": "kubernetes-namespaced",
 }
 SECRET = "s3cr3t-t0ken-of-mlflow"
-ENGINES = [TFJobs(), JobSets()]
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +45,7 @@ def digest(tree):
     return tree["metadata"]["annotations"][names.MANIFEST]
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)
+@EACH_ENGINE
 def test_every_pod_has_what_kfp_gave_the_step(engine):
     every = list(environments(engine, manifest_of(engine)))
     assert len(every) == 3
@@ -57,7 +54,7 @@ def test_every_pod_has_what_kfp_gave_the_step(engine):
         assert not set(addresses.SECRET_KEYS) & set(environment)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)
+@EACH_ENGINE
 def test_credentials_are_references_to_the_secret_of_kfp(engine, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
     tree = manifest_of(engine)
@@ -67,7 +64,7 @@ def test_credentials_are_references_to_the_secret_of_kfp(engine, monkeypatch):
     assert SECRET not in json.dumps(tree)
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)
+@EACH_ENGINE
 def test_the_settings_name_another_secret(engine, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", SECRET)
     pod = {"secret_env": {"MLFLOW_TRACKING_TOKEN": "ours/key"}, "env": {"MLFLOW_RUN_ID": "mine"}}
@@ -91,7 +88,7 @@ def test_without_a_tracker_nothing_is_added(monkeypatch):
     assert addresses.list_pod_variables() == ({}, {})
 
 
-@pytest.mark.parametrize("engine", ENGINES, ids=lambda each: each.name)
+@EACH_ENGINE
 def test_the_digest_is_the_same_for_another_run_of_mlflow_and_without_one(engine, monkeypatch):
     first = digest(manifest_of(engine))
     monkeypatch.setenv("MLFLOW_RUN_ID", "another")

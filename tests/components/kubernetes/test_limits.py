@@ -129,11 +129,7 @@ def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
     ("reason", "words", "remedy"),
     [
         ("ImagePullBackOff", PULL, "correct --image or cluster.kubernetes.pod.image, or add"),
-        (
-            "CreateContainerConfigError",
-            'secret "keys" not found',
-            "fix the reported cause",
-        ),
+        ("CreateContainerConfigError", 'secret "keys" not found', "fix the reported cause"),
         ("CreateContainerError", "no such file", "fix the reported cause"),
     ],
 )
@@ -298,8 +294,8 @@ def test_a_job_waits_for_admission_and_then_for_its_first_step(clock):
     assert deadlines.is_training
 
 
-def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypatch):
-    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+@pytest.mark.usefixtures("emitted")
+def test_a_job_that_waits_says_for_what_until_it_trains(kube, monkeypatch):
     monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
     seen = []
 
@@ -330,9 +326,7 @@ def test_a_job_that_waits_says_for_what_until_it_trains(kube, tmp_path, monkeypa
         assert said("", over=True)
 
 
-def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, monkeypatch):
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
+def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, run_events):
     attempt = Attempt(job_of(settings(max_restarts=0)))
     kube.wait_watched()
     kube.run_all()
@@ -342,10 +336,9 @@ def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, m
     kube.store.wait(lambda: not kube.pods())
     kube.suspend(kube.job(), False)
     run_to_end(kube, attempt)
-    emitted = list(events.read(path))
-    assert not [each for each in emitted if isinstance(each, events.Restart)]
-    waits = [each for each in emitted if isinstance(each, events.Suspension)]
-    assert waits == [events.Suspension(is_over=over, was_running=True) for over in (False, True)]
+    assert not run_events(events.Restart)
+    waits = [(each.is_over, each.was_running) for each in run_events(events.Suspension)]
+    assert waits == [(False, True), (True, True)]
 
 
 def quota(kube, count):

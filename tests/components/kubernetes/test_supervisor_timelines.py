@@ -5,7 +5,7 @@ import json
 import pytest
 
 from flotilla.components.kubernetes import names
-from flotilla.trainer import events, storage
+from flotilla.trainer import storage
 from flotilla.trainer.cluster import launcher
 from flotilla.trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 from flotilla.trainer.runtime.errors import FAILED, TRY_AGAIN, TransientError, UserError
@@ -21,12 +21,7 @@ from tests.components.kubernetes.attempts import (
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 
-
-@pytest.fixture(autouse=True)
-def run_events(tmp_path, monkeypatch):
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
+pytestmark = pytest.mark.usefixtures("run_events")
 
 
 def progress(step):

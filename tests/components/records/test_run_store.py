@@ -233,8 +233,7 @@ def test_a_run_that_is_resumed_takes_no_other_source(nights, monkeypatch):
     nights.resume()
     for other in ({"source": str(nights.files / "s-1.csv")}, {"spans": "all"}):
         with pytest.raises(
-            ConfigError,
-            match=r"the files that it started with: .*; start a new run to use ",
+            ConfigError, match=r"the files that it started with: .*; start a new run to use "
         ):
             prepare_data.add_listing(nights.config(**other), nights.root)
     assert nights.resume() == (["1"], "")

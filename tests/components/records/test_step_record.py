@@ -93,13 +93,6 @@ def test_a_step_publishes_its_end(at):
     assert [each.step for each in read(at, well=True)] == ["train_model"]
 
 
-def test_a_failure_is_published_with_its_one_line(at):
-    fail(at, UserError("worker-0 ended with exit code 1"))
-    found = written(at, "train_model")
-    assert (found["status"], found["exit_code"]) == ("failed", 1)
-    assert found["error"] == "worker-0 ended with exit code 1"
-
-
 def test_metrics_that_are_no_json_hide_no_error(disk, capsys):
     record = PublishedRecord("train_model", disk)
     record.begin()
@@ -119,7 +112,7 @@ def test_the_last_try_wins_and_the_earlier_ones_time_counts(at):
     assert found["earlier"] == [first]
     fail(at, UserError("again"))
     (found,) = read(at, well=False)
-    assert (found.tries, found.error) == (3, "again")
+    assert (found.tries, found.status, found.exit_code, found.error) == (3, "failed", 1, "again")
     assert [(each.status, each.error) for each in found.earlier] == [
         ("failed", "worker-0 died"), ("done", ""),
     ]  # fmt: skip

@@ -15,17 +15,15 @@ from flotilla.components.kubernetes.pods.program_agent import Reaction
 from flotilla.components.kubernetes.pods.shutdown import ShutdownServer
 from flotilla.components.kubernetes.pods.template import Place
 from flotilla.components.kubernetes.requirements import describe_lack, require_sidecars
-from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.components.launchers import render_job
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.program.agent import Agent
 from flotilla.trainer.runtime.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, ConfigError
-from tests.components.kubernetes.attempts import job_of
+from tests.components.kubernetes.attempts import EACH_ENGINE, job_of
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.containers import expanded
 
-ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
 WORDS = ["python", "/var/tf_mnist/mnist_test.py", "--epochs=$(N)"]
 # The configuration that corresponds to a handwritten TFJob for a user's program.
 SEED = """
@@ -81,7 +79,7 @@ def test_the_manifest_is_the_tfjob_of_its_authors(python):
         assert bool(python) == (container["command"][:2] == [python, "/flotilla/exchange/guard.py"])
 
 
-@ENGINES
+@EACH_ENGINE
 def test_the_agent_is_a_sidecar_with_the_image_of_flotilla(engine):
     for role, spec in made(engine, kubernetes={"pod": {"image": "own/program:1"}}).items():
         [agent], [user] = spec["initContainers"], spec["containers"]
@@ -106,7 +104,7 @@ def test_the_agent_is_a_sidecar_with_the_image_of_flotilla(engine):
         }
 
 
-@ENGINES
+@EACH_ENGINE
 def test_a_pod_of_a_program_is_admitted_by_restricted_pod_security(engine):
     for spec in made(engine).values():
         pod = {"metadata": {"name": "x"}, "spec": spec}
@@ -125,7 +123,7 @@ def test_a_pod_of_a_program_is_admitted_by_restricted_pod_security(engine):
     assert loose["initContainers"][0]["securityContext"]["allowPrivilegeEscalation"] is False
 
 
-@ENGINES
+@EACH_ENGINE
 def test_the_program_gets_the_users_variables_and_the_store_only_for_a_uri(engine):
     pod = {"pod": {"env": {"OWN": "1"}, "secret_env": {"TOKEN": "s/key"}}}
     files, uri = (
@@ -136,7 +134,7 @@ def test_the_program_gets_the_users_variables_and_the_store_only_for_a_uri(engin
     assert uri.keys() - files.keys() == {"AWS_REGION"}
 
 
-@ENGINES
+@EACH_ENGINE
 def test_without_python_the_program_is_the_command_itself(engine):
     program = {
         "python": "",
@@ -159,7 +157,7 @@ def test_without_python_the_program_is_the_command_itself(engine):
     assert ("TF_CONFIG" in given) == isinstance(engine, JobSets)
 
 
-@ENGINES
+@EACH_ENGINE
 @pytest.mark.parametrize(
     ("tree", "line"),
     [

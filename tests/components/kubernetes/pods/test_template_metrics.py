@@ -6,18 +6,14 @@ import pytest
 
 from flotilla.components.kubernetes import names
 from flotilla.components.kubernetes.adoption import isolate, network_policy
-from flotilla.components.kubernetes.jobset import JobSets
 from flotilla.components.kubernetes.names import NETWORK_POLICIES
 from flotilla.components.kubernetes.pods.shutdown import PORT as GUARD_PORT
 from flotilla.components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place
-from flotilla.components.kubernetes.tfjob import TFJobs
 from flotilla.trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from flotilla.trainer.config.cluster import TASK_PORTS
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.runtime.errors import ConfigError
-from tests.components.kubernetes.attempts import job_of
-
-ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
+from tests.components.kubernetes.attempts import EACH_ENGINE, job_of
 
 
 def made(engine, port, strategy="async_parameter_server", **kubernetes):
@@ -42,7 +38,7 @@ def variable(template, name):
     return [each.get("value") for each in container(template)["env"] if each["name"] == name]
 
 
-@ENGINES
+@EACH_ENGINE
 @pytest.mark.parametrize(
     ("strategy", "kubernetes", "leader"),
     [
@@ -64,7 +60,7 @@ def test_the_role_that_leads_has_the_port_and_listens_outside_of_its_pod(
         assert json.loads(config)["cluster"]["metrics_port"] == 9464
 
 
-@ENGINES
+@EACH_ENGINE
 def test_without_a_port_nothing_is_served_or_admitted(engine):
     tree, templates = made(engine, 0)
     assert not any(map(served, templates.values()))
@@ -75,7 +71,7 @@ def test_without_a_port_nothing_is_served_or_admitted(engine):
     assert len(policy["spec"]["ingress"]) == 1
 
 
-@ENGINES
+@EACH_ENGINE
 def test_the_policy_of_the_job_admits_pods_of_any_namespace_to_this_port_alone(engine):
     tree, templates = made(engine, 9464)
     isolate([*templates.values()])
