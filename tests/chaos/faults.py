@@ -28,11 +28,7 @@ class Target:
     """The processes and files of one run."""
 
     def __init__(
-        self,
-        folder: Path,
-        store: Store,
-        draw: random.Random,
-        launcher: subprocess.Popen[bytes],
+        self, folder: Path, store: Store, draw: random.Random, launcher: subprocess.Popen[bytes]
     ) -> None:
         self._cluster = folder / "cluster"
         self._run_id = folder.name

@@ -14,10 +14,7 @@ FLOTILLA = [sys.executable, "-c", "from flotilla.pipelines.cli.__main__ import m
 
 
 def events_of(
-    process: subprocess.Popen[bytes],
-    workdir: Path,
-    read: dict[Path, int],
-    seconds: float = SECONDS,
+    process: subprocess.Popen[bytes], workdir: Path, read: dict[Path, int], seconds: float = SECONDS
 ) -> Iterator[Event]:
     """Yield a run's events as they are written; `read` keeps the offset reached in each file."""
     deadline = time.monotonic() + seconds

@@ -465,11 +465,7 @@ def test_a_sound_table_violates_none(grown_run):
             "lost",
             "step-00000100 to step-00000300: shard 0 of user: 1 rows were given, and 2 before",
         ),
-        (
-            (shard(0, [3, 5]),),
-            "lost",
-            "step-00000100 to step-00000300: it has other shards",
-        ),
+        ((shard(0, [3, 5]),), "lost", "step-00000100 to step-00000300: it has other shards"),
     ],
 )
 def test_a_violation_of_rows_is_described(grown_run, shards, total, words):

@@ -23,10 +23,7 @@ GPU = {
     "gpus_per_worker": 1,
     "kubernetes": {
         "pod": {"image": "flotilla-python:gpu", "resources": {"requests": {"cpu": 2}}},
-        "worker": {
-            "shared_memory": "2Gi",
-            "resources": {"requests": {"cpu": 8, "memory": "32Gi"}},
-        },
+        "worker": {"shared_memory": "2Gi", "resources": {"requests": {"cpu": 8, "memory": "32Gi"}}},
     },
 }
 SPOT = {

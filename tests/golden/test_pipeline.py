@@ -10,10 +10,7 @@ def test_the_compiled_pipeline_is_the_golden_file(golden, tmp_path):
     golden("pipeline.yaml", (tmp_path / "pipeline.yaml").read_text(encoding="utf-8"))
 
 
-SETTINGS = (
-    "training.optimizer.learning_rate=0.01,0.003,0.001",
-    "training.batch_size=16,64,256",
-)
+SETTINGS = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_size=16,64,256")
 
 
 def test_the_compiled_sweep_is_the_golden_file(golden, tmp_path):

@@ -312,11 +312,7 @@ def test_a_run_without_version_or_experiment_takes_the_newest_and_default(filled
 
 
 def test_an_absent_version_and_a_run_without_a_name_are_500(filled):
-    absent = posted(
-        filled,
-        "runs",
-        run_of(filled, **reference(filled, pipeline_version_id="no")),
-    )
+    absent = posted(filled, "runs", run_of(filled, **reference(filled, pipeline_version_id="no")))
     assert (absent.status, absent.tree["code"]) == (500, 13)
     assert "PipelineVersion no not found" in absent.tree["message"]
     assert posted(filled, "runs", run_of(filled, display_name="")).status == 500

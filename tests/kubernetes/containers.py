@@ -123,10 +123,7 @@ class Node:
     """State that the containers of all pods on this machine share."""
 
     def __init__(
-        self,
-        folder: Path,
-        environment: Mapping[str, str],
-        secrets: Mapping[str, Mapping[str, str]],
+        self, folder: Path, environment: Mapping[str, str], secrets: Mapping[str, Mapping[str, str]]
     ) -> None:
         self.addresses = Addresses({})
         self.images: dict[str, Path] = {}

@@ -13,10 +13,7 @@ from tests.kubernetes.jobset_api import with_schema
 ARGS = ("jobset.x-k8s.io", "v1alpha2", NAMESPACE, "jobsets")
 NEVER_AGAIN = {
     "rules": [
-        {
-            "action": "Ignore",
-            "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-        },
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
             "onExitCodes": {
