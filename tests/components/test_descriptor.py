@@ -13,7 +13,7 @@ from flotilla.components import descriptor
 from flotilla.components.train_model import train_model
 from flotilla.trainer import storage
 from flotilla.trainer.runtime.errors import UserError
-from tests.components.called_steps import RUN, artifact_in, evaluated, text_of
+from tests.components.called_steps import RUN, artifact_in, text_of
 
 
 @pytest.fixture
@@ -102,12 +102,6 @@ def test_the_artifact_of_another_step_is_one_line(published, tmp_path, text):
         path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match="does not describe the output of a step: pass"):
         descriptor.check(artifact, published())
-
-
-@pytest.mark.usefixtures("emitted")
-def test_the_metrics_describe_the_evaluation(run, root, tmp_path):
-    uri, metrics, *_ = evaluated(run, root, tmp_path)
-    descriptor.check(metrics, uri)
 
 
 @pytest.fixture

@@ -150,20 +150,6 @@ class TestResolveConfig:
         monkeypatch.setenv(run_store.RUN_ID, RUN)
         assert resolve(values).run_id == RUN
 
-    @pytest.mark.parametrize(
-        ("output", "root"),
-        [
-            ("gs://b/k/p/123/prepare-data/7/configuration", "gs://b/k/flotilla"),
-            (
-                "minio://mlpipeline/v2/p/123/prepare-data/7/configuration?endpoint=a:1&region=x",
-                "minio://mlpipeline/v2/flotilla?endpoint=a:1&region=x",
-            ),
-        ],
-    )
-    def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
-        # The bucket does not exist, so this test also shows that no request is sent.
-        assert run_store.find_root("", output, values["kfp_run_id"]) == root
-
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
         # KFP stores local artifacts at a path below the working directory.
         monkeypatch.chdir(tmp_path)

@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from flotilla.components import evaluate_model, export_model, prepare_data
+from flotilla.components import descriptor, evaluate_model, export_model, prepare_data
 from flotilla.components.records import run_store
 from flotilla.trainer import events, storage
 from flotilla.trainer.config.data import DataConfig
@@ -100,6 +100,7 @@ def test_data_that_is_accepted(run, root, tmp_path, emitted):
 @pytest.mark.usefixtures("emitted")
 def test_it_fills_what_the_ui_shows(run, root, emitted, tmp_path):
     uri, metrics, confusion, roc = evaluated(run, root, tmp_path)
+    descriptor.check(metrics, uri)
     assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
     written = json.loads(storage.read_file(uri, "metrics.json"))
     assert {**written["metrics"], "uri": uri} == metrics.metadata

@@ -378,13 +378,18 @@ def test_a_full_quota_is_said_and_waited_for(kube, caplog):
     run_to_end(kube, attempt)
 
 
-def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube):
+@pytest.mark.parametrize("may_read", [True, False])
+def test_a_quota_that_stays_full_ends_the_job_with_its_words(kube, may_read):
+    if not may_read:
+        kube.faults.add("GET .*/events", 403)
     quota(kube, 1)
     message = watching_attempt(kube, queueing=2).failure()
     assert message.startswith(
         "2 of 3 pods were not created within 2 s (cluster.kubernetes.deadlines."
     )
-    assert "last events: FailedCreatePod: Error creating: pods" in message
+    events = "last events: FailedCreatePod: Error creating: pods"
+    lack = "the launcher lacks permission to list events"
+    assert (events if may_read else lack) in message
     kube.wait_until_deleted()
 
 
@@ -398,14 +403,6 @@ def test_a_job_that_trains_goes_on_without_a_pod_that_is_refused(kube):
     pods.finished(kube.store, kube.pod("worker-0"), 137)
     kube.store.wait(lambda: events_are_read(kube))
     complete(kube, attempt)
-
-
-def test_without_permission_for_events_a_quota_is_waited_for(kube):
-    kube.faults.add("GET .*/events", 403)
-    quota(kube, 1)
-    message = watching_attempt(kube, queueing=2).failure()
-    assert message.startswith("2 of 3 pods were not created within 2 s")
-    assert "the launcher lacks permission to list events" in message
 
 
 def test_events_of_an_earlier_job_of_this_name_are_not_read(kube):

@@ -58,6 +58,12 @@ def disk(tmp_path):
     return storage.uri_of(tmp_path / "root" / RUN)
 
 
+@pytest.fixture
+def bucket(s3):
+    """Return the URI of a run in a bucket, whose faults `s3.plan` has."""
+    return storage.join(BucketPlace(s3, f"s3://{bucket_name()}/k").root, RUN)
+
+
 def written(at, step):
     return json.loads(storage.read_bytes(storage.join(at, "steps", f"{step}.json")))
 
@@ -213,22 +219,20 @@ def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stays(tmp_path
     assert record.startswith("flotilla: the record of train_model could not be published: cannot ")
 
 
-def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
-    place = BucketPlace(s3, f"s3://{bucket_name()}/k")
+def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, bucket, capsys):
     s3.plan.add(Fault(403, method="PUT", times=10))
-    with record_stage("train_model", storage.join(place.root, RUN)) as record:
+    with record_stage("train_model", bucket) as record:
         record.output.done("s3://b/c", {})
     assert capsys.readouterr().err.count("could not be published") == 1
     s3.plan.clear()
-    assert read(storage.join(place.root, RUN), well=True) == []
+    assert read(bucket, well=True) == []
 
 
-def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
+def test_a_bucket_that_does_not_answer_is_given_up(s3, bucket, capsys, monkeypatch):
     monkeypatch.setattr("flotilla.components.records.step_record._RETRY_SECONDS", 0.3)
     monkeypatch.setattr(store, "FIRST_PAUSE", 0.01)
-    place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))
-    fail(storage.join(place.root, RUN), UserError("worker-0 died"))
+    fail(bucket, UserError("worker-0 died"))
     reported = capsys.readouterr().err
     assert "flotilla: train_model: worker-0 died\n" in reported
     assert reported.count("could not be published") == 1
@@ -248,13 +252,11 @@ def test_the_error_is_reported_before_the_last_request_to_the_store(disk, monkey
     assert seen == ["", "flotilla: train_model: worker-0 died\n"]
 
 
-def test_a_store_that_comes_back_gets_the_end(s3, capsys):
-    place = BucketPlace(s3, f"s3://{bucket_name()}/k")
-    at = storage.join(place.root, RUN)
+def test_a_store_that_comes_back_gets_the_end(s3, bucket, capsys):
     s3.plan.add(Fault(403, method="PUT", path="steps"))
-    with record_stage("train_model", at):
-        assert read(at, well=False) == []
-    assert written(at, "train_model")["status"] == "done"
+    with record_stage("train_model", bucket):
+        assert read(bucket, well=False) == []
+    assert written(bucket, "train_model")["status"] == "done"
     assert "could not be published" in capsys.readouterr().err
 
 
@@ -438,16 +440,6 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     assert page.heads() == ["Steps and lineage", "Configuration"]
     published = storage.read_bytes(storage.join(pods.root, POD_RUN, "report.html")).decode()
     assert f"train_model: {REASON}" in Page(published).text
-
-
-@pytest.mark.usefixtures("broken")
-def test_a_step_that_was_tried_again_costs_all_its_tries(pods):
-    for _ in range(3):
-        with pytest.raises(SystemExit):
-            pods.trained()
-    page, summary = pods.finished()
-    assert "in 2 earlier tries" in page.text
-    assert "in 2 earlier tries" in cells(summary, "train_model")[2]
 
 
 def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
