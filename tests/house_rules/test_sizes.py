@@ -20,10 +20,9 @@ FOLDER_LIMITS = {"components": 20}
 # Maximum number of lines per folder. The commit that raises a number says what was removed in
 # return.
 BUDGETS = {
-    "components": 1761,
-    "components/kubernetes": 5368,
+    "components": 2006,
+    "components/kubernetes": 5332,
     "components/records": 1319,
-    "components/sweeps": 282,
     "pipelines": 2574,
     "pipelines/cli": 3937,
     "pipelines/doctor": 1660,
