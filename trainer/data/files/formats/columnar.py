@@ -39,7 +39,6 @@ from flotilla.trainer.data.files.formats.raw_rows import (
 )
 from flotilla.trainer.runtime.errors import UserError
 
-_BATCH = 1 << 16
 # Number of rows per batch if the length of the values is unknown.
 _FEW = 64
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
@@ -48,7 +47,7 @@ _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96
 class ParquetReader(Reader):
     """Reads Parquet files. Fields of structs become columns named `outer/inner`."""
 
-    at_once = _BATCH
+    at_once = 1 << 16
 
     def names(self, path: Path) -> tuple[str, ...]:
         """Return the columns of the schema."""
@@ -95,7 +94,7 @@ class ParquetReader(Reader):
             outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
             stop = file.metadata.num_row_groups if piece.stop == END else piece.stop
             groups = list(range(piece.start, stop))
-            most = _rows_at_once(path, file, groups, outer)
+            most = _rows_at_once(path, file, groups, outer, self.at_once)
             start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(most, row_groups=groups, columns=outer):
                 table = _flatten(pa.Table.from_batches([batch])).select(list(columns))
@@ -128,12 +127,12 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
 
 
 def _rows_at_once(
-    path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str]
+    path: Path, file: pq.ParquetFile, groups: Sequence[int], names: Sequence[str], at_once: int
 ) -> int:
     # Parquet stores repeated values once, so a file may need far more memory than its size
     # suggests.
     wanted = {*names}
-    most = float(_BATCH)
+    most = float(at_once)
     for number in groups:
         group = file.metadata.row_group(number)
         total = lists = stored = 0

@@ -41,9 +41,11 @@ def test_values_that_differ_from_the_one_before_are_read_in_small_blocks(blocks)
     assert count > 3
 
 
-def test_short_values_that_come_again_are_read_at_once(blocks):
+def test_short_values_that_come_again_are_read_at_once_or_as_asked(blocks, monkeypatch):
     assert blocks(["no", "yes"] * 5000)[0] == 1
     assert blocks([0] * 10_000)[0] == 1
+    monkeypatch.setattr(ParquetReader, "at_once", 2500)
+    assert blocks([0] * 10_000)[0] == 4
 
 
 @pytest.mark.parametrize(
