@@ -47,7 +47,6 @@ ELSEWHERE = {
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/data/files/formats": ("tests/trainer/data/test_files.py",),
-    "trainer/data/tfrecords.py": ("tests/trainer/data/preparation/test_parts.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_formats.py",),
     "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/embeddings/table_shard.py": ("tests/trainer/embeddings/test_embedding_table.py",),

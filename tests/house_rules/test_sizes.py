@@ -35,7 +35,7 @@ BUDGETS = {
     "trainer/cluster": 2544,
     "trainer/code": 427,
     "trainer/config": 3357,
-    "trainer/data": 10697,
+    "trainer/data": 10581,
     "trainer/data_gate": 1922,
     "trainer/embeddings": 1988,
     "trainer/evaluation": 3011,

@@ -7,15 +7,25 @@ The number of rows is a separate entry, and so are the lengths of each sequence.
 
 A block is written from Arrow columns and parsed by a few ops, without per-row work. It has only one
 row if examples are large. A window maps each feature to the rows of consecutive blocks.
+
+A record of a TFRecord file is its length (8 bytes, little-endian), the masked crc32c of the length,
+the data, and the masked crc32c of the data (https://www.tensorflow.org/tutorials/load_data/tfrecord,
+"TFRecords format details"). The index of shards is a file next to them, with which blocks can be
+read in any order. Each row has the number of a shard and the offset of a block, as little-endian
+int64.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import google_crc32c
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -23,6 +33,7 @@ import tensorflow as tf
 from numpy.typing import NDArray
 
 from flotilla.trainer.data import images
+from flotilla.trainer.data.shard_feed import AT_ONCE
 from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import length_name
@@ -395,3 +406,73 @@ def _no_rows(windows: tf.data.Dataset) -> tuple[tf.Tensor, ...]:
         else:
             found[name] = tf.zeros((0, *spec.shape[1:]), spec.dtype)
     return tuple(tf.nest.flatten(found, expand_composites=True))
+
+
+# The parts of a record before and after its data.
+HEAD, FOOT = struct.Struct("<QI"), struct.Struct("<I")
+_MASK = 0xA282EAD8
+
+
+def frame_record(record: bytes) -> bytes:
+    """Return a record in the format of a TFRecord file."""
+    head = struct.pack("<Q", len(record))
+    return b"".join((head, FOOT.pack(mask_crc(head)), record, FOOT.pack(mask_crc(record))))
+
+
+def mask_crc(data: bytes) -> int:
+    """Return the masked crc32c of a TFRecord file."""
+    crc = google_crc32c.value(data)
+    return int(((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)
+
+
+INDEX_FILE = "blocks.index"
+SHARD, OFFSET = range(2)
+# Number of consecutive blocks to read together. Even slow disks read this amount, about 1 MiB,
+# efficiently.
+TOGETHER = 8
+_READ_AHEAD = 256 << 10
+
+
+def write_index(paths: Sequence[Path]) -> None:
+    """Write the index of verified shards to a file next to the shards."""
+    (paths[0].parent / INDEX_FILE).write_bytes(find_blocks(paths))
+
+
+def find_blocks(paths: Sequence[Path]) -> bytes:
+    """Return the block index of the shards at `paths`, as the content of an index file."""
+    found = []
+    for number, path in enumerate(paths):
+        with path.open("rb") as file:
+            while head := file.read(HEAD.size):
+                found.append((number, file.tell() - HEAD.size))
+                file.seek(HEAD.unpack(head)[0] + FOOT.size, os.SEEK_CUR)
+    return np.array(found, "<i8").tobytes()
+
+
+def decode_index(content: bytes | tf.Tensor) -> tf.Tensor:
+    """Decode the content of an index file, and return it with shape (blocks, 2)."""
+    return tf.reshape(tf.io.decode_raw(content, tf.int64), (-1, 2))
+
+
+def shuffle_blocks(
+    paths: tf.Tensor, index: tf.Tensor, seed: tuple[Any, tf.Tensor]
+) -> tf.data.Dataset:
+    """Return all blocks in random order. `AT_ONCE` runs of `TOGETHER` blocks are interleaved."""
+    shard = index[:, SHARD]
+    within = tf.range(tf.size(shard)) - tf.searchsorted(shard, shard)
+    begins = tf.boolean_mask(index, within % TOGETHER == 0)
+    order = tf.random.experimental.stateless_shuffle(begins, seed)
+    names = tf.gather(paths, order[:, SHARD])
+    return tf.data.Dataset.from_tensor_slices((names, order[:, OFFSET])).interleave(
+        lambda name, offset: read_blocks(name, offset).take(TOGETHER),
+        cycle_length=AT_ONCE,
+        block_length=1,
+    )
+
+
+def read_blocks(name: tf.Tensor, offset: tf.Tensor) -> tf.data.Dataset:
+    """Return the blocks of a file, starting at an offset."""
+    variant = tf.raw_ops.TFRecordDatasetV2(
+        filenames=[name], compression_type="", buffer_size=_READ_AHEAD, byte_offsets=[offset]
+    )
+    return tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))

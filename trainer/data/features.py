@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
-from flotilla.trainer.config.data import DataConfig, ImageConfig
+from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.roles import (
     MOST_NAMED,
     Roles,
@@ -242,19 +242,15 @@ def _flat(keys: Any) -> list[str]:
     return [key for value in values for key in _flat(value)]
 
 
-def image_spec(image: ImageConfig) -> FeatureSpec:
-    """Return the spec of an image that is stored encoded. `image.size` must be set."""
-    return FeatureSpec(shape=(*image.size, image.channels), dtype="uint8", stored="image")
-
-
 def _encode_images(
     config: DataConfig, roles: Roles, leaves: Mapping[str, Leaf]
 ) -> dict[str, FeatureSpec]:
     if not config.image.size:
         return {}
+    shape = (*config.image.size, config.image.channels)
     # Exclude labels, because resizing would blend their values.
     found = {
-        name: image_spec(config.image)
+        name: FeatureSpec(shape=shape, dtype="uint8", stored="image")
         for name, leaf in leaves.items()
         if type(leaf.connector) is tfds.features.Image
         and leaf.dtype == "uint8"

@@ -26,7 +26,11 @@ from flotilla.trainer.data import listing
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.builders.datasets import BuilderSource
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.preparation.beam import map_parts_by_beam, require_reachable
+from flotilla.trainer.data.preparation.runners import (
+    map_parts,
+    map_parts_by_beam,
+    require_reachable,
+)
 from flotilla.trainer.data.source import Source
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import KIND, SCHEMA
@@ -228,7 +232,6 @@ def _require_same(uri: str, written: Written) -> None:
 
 def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
     """Write the shards to `folder`. Finished parts are stored below the URI `finished`."""
-    from flotilla.trainer.data.preparation.processes import map_parts  # noqa: PLC0415
     from flotilla.trainer.data.preparation.shards import assemble  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"

@@ -2,13 +2,14 @@
 
 This module does not import TFDS. `training_batches`, `evaluation_batches` and `make_random_access`
 return pure TensorFlow graphs, so a `ClusterCoordinator` can run them in a worker without Python
-code of this package.
+code of this package. Streaming shards are read in a graph too, as a client of `ShardFeed`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,8 +19,16 @@ from typing import Any
 import tensorflow as tf
 
 from flotilla.trainer import storage
-from flotilla.trainer.data import blocks, fed_blocks, tfrecords
-from flotilla.trainer.data.shard_feed import Streaming
+from flotilla.trainer.data import blocks
+from flotilla.trainer.data.shard_feed import (
+    ASK,
+    FAILED,
+    FOLDER,
+    TRAIN,
+    VALIDATION,
+    Streaming,
+    part_range,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import UserError
 
@@ -82,7 +91,7 @@ def training_batches(  # noqa: PLR0913
     likely. Otherwise, runs of blocks are read in random order into a buffer of `shuffle_buffer`
     examples, by default 256 MiB. Blocks are drawn from the buffer at random, and the rows of
     `blocks.MIXED` blocks at a time are permuted. Files given as a pattern then need an index of
-    the blocks (`tfrecords.write_index`).
+    the blocks (`blocks.write_index`).
 
     Sequences are padded to the longest one of the batch. With `buckets`, a batch has examples whose
     lengths fall into the same bucket.
@@ -98,7 +107,7 @@ def training_batches(  # noqa: PLR0913
         make = partial(to_keras_batch, spec)
         batches = _batch(spec, windows, make, batch_size, drop_remainder=True)
     batches = batches.prefetch(2)
-    return fed_blocks.use_private_threads(batches) if isinstance(files, Streaming) else batches
+    return _use_private_threads(batches) if isinstance(files, Streaming) else batches
 
 
 @tf.autograph.experimental.do_not_convert
@@ -119,10 +128,8 @@ def evaluation_batches(
     if isinstance(files, Streaming):
         parse = partial(_parse, spec, spec.roles)
         shards = spec.shards["validation"]
-        rows = fed_blocks.evaluation_rows(
-            files, shards, parse, batch_size=batch_size, part=part, of=of
-        )
-        return fed_blocks.use_private_threads(_batch(spec, rows, make, batch_size).prefetch(2))
+        rows = _evaluation_rows(files, shards, parse, batch_size=batch_size, part=part, of=of)
+        return _use_private_threads(_batch(spec, rows, make, batch_size).prefetch(2))
     rows = read_rows(spec, files, spec.roles)
     return _batch(spec, rows, make, batch_size, part=part, of=of).prefetch(2)
 
@@ -195,10 +202,10 @@ def _batch_from_memory(
         epoch = number + taken // count
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         order = order[tf.where(number == 0, taken % count, 0) :]
-        return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
+        return _gather(example, order)
 
     if isinstance(files, Streaming):
-        rows = _parse(spec, spec.roles, fed_blocks.epoch_of_blocks(files, seed))
+        rows = _parse(spec, spec.roles, _epoch_of_blocks(files, seed))
     else:
         rows = read_rows(spec, files, spec.roles)
     whole = _make_whole(spec, rows).cache().repeat()
@@ -227,10 +234,10 @@ def _shuffle(
     def shuffle_epoch(epoch: tf.Tensor) -> tf.data.Dataset:
         own = tf.cast(seed, tf.int64) + 104_729 * epoch
         if isinstance(files, Streaming):
-            read = fed_blocks.epoch_of_blocks(files, seed, epoch)
+            read = _epoch_of_blocks(files, seed, epoch)
         else:
-            read = tfrecords.shuffle_blocks(paths, index, (seed, epoch))
-        with fed_blocks.allow_tensor_seed():
+            read = blocks.shuffle_blocks(paths, index, (seed, epoch))
+        with _allow_tensor_seed():
             return read.shuffle(_count_held(spec, held), seed=own).batch(
                 _count_blocks(spec, blocks.MIXED)
             )
@@ -243,10 +250,10 @@ def _shuffle(
 
 def _index(files: Files) -> tf.Tensor:
     if isinstance(files, str):
-        content = tf.io.read_file(str(PurePath(files).with_name(tfrecords.INDEX_FILE)))
+        content = tf.io.read_file(str(PurePath(files).with_name(blocks.INDEX_FILE)))
     else:
-        content = tfrecords.find_blocks([Path(path) for path in files])
-    return tfrecords.decode_index(content)
+        content = blocks.find_blocks([Path(path) for path in files])
+    return blocks.decode_index(content)
 
 
 def _count_held(spec: DatasetSpec, examples: int | None) -> int:
@@ -350,8 +357,8 @@ def make_random_access(
         return ByNumber(held=lambda: _make_whole(spec, rows()), read=_gather, run=1)
 
     def held() -> tf.data.Dataset:
-        path = tf.data.Dataset.from_tensors(f"{folder}/{tfrecords.INDEX_FILE}")
-        return path.map(lambda path: tfrecords.decode_index(tf.io.read_file(path)))
+        path = tf.data.Dataset.from_tensors(f"{folder}/{blocks.INDEX_FILE}")
+        return path.map(lambda path: blocks.decode_index(tf.io.read_file(path)))
 
     def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
         return to_keras_batch(spec, _read_rows(spec, files, index, numbers))
@@ -379,7 +386,7 @@ def _read_rows(
     before = (block - tf.gather(block_ends, of)) * size
     rows = tf.minimum(tf.gather(tf.constant(shards, tf.int64), of) - before, size)
     read = _read_blocks(
-        tf.gather(tf.constant(list(files)), of), tf.gather(index[:, tfrecords.OFFSET], block)
+        tf.gather(tf.constant(list(files)), of), tf.gather(index[:, blocks.OFFSET], block)
     )
     found = blocks.parse_blocks({name: spec.features[name] for name in spec.roles}, read)
     first = tf.cumsum(rows, exclusive=True)
@@ -388,8 +395,118 @@ def _read_rows(
 
 def _read_blocks(names: tf.Tensor, offsets: tf.Tensor) -> tf.Tensor:
     def read(name: tf.Tensor, offset: tf.Tensor) -> tf.Tensor:
-        return tfrecords.read_blocks(name, offset).take(1).get_single_element()
+        return blocks.read_blocks(name, offset).take(1).get_single_element()
 
     found = tf.data.Dataset.from_tensor_slices((names, offsets))
     found = found.map(read, num_parallel_calls=_AT_ONCE)
     return found.batch(tf.size(offsets, tf.int64)).get_single_element()
+
+
+# Number of private threads for datasets. Datasets that wait for shards would block shared threads.
+_THREADS = 8
+_NOTHING = "nothing"
+
+
+def _epoch_of_blocks(
+    streaming: Streaming, seed: int | tf.Tensor, epoch: int | tf.Tensor = 0
+) -> tf.data.Dataset:
+    """Return the training blocks of an epoch, interleaved from several shards."""
+    names = _names(streaming, TRAIN, epoch, seed)
+    read = partial(_read_fed, streaming, TRAIN)
+    return names.interleave(read, cycle_length=streaming.at_once, block_length=1)
+
+
+def _evaluation_rows(  # noqa: PLR0913
+    streaming: Streaming,
+    shards: Sequence[int],
+    parse: Callable[[tf.data.Dataset], tf.data.Dataset],
+    *,
+    batch_size: int,
+    part: int | tf.Tensor,
+    of: int,
+) -> tf.data.Dataset:
+    """Return one of `of` parts of the validation split, as windows of rows.
+
+    A part consists of whole batches. `shards` has the number of examples of each validation shard,
+    and `parse` converts blocks to windows.
+    """
+    ranges = [part_range(shards, batch_size, number, of) for number in range(of)]
+    part = tf.cast(part, tf.int64)
+    skip, take = (
+        tf.gather(tf.constant([getattr(each, name) for each in ranges], tf.int64), part)
+        for name in ("skip", "take")
+    )
+    names = _names(streaming, VALIDATION, part, 0)
+    rows = parse(names.flat_map(partial(_read_fed, streaming, VALIDATION)))
+    done = parse(_done(streaming, VALIDATION, tf.constant("")))
+    return blocks.slice_windows(rows, skip, take).concatenate(done)
+
+
+def _use_private_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Run a dataset in a private thread pool, because it may block."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = _THREADS
+    return batches.with_options(options)
+
+
+@contextmanager
+def _allow_tensor_seed() -> Iterator[None]:
+    """Clear the graph's seed in this block, because a tensor seed fails if that seed is 0."""
+    graph = tf.compat.v1.get_default_graph()
+    before, graph.seed = graph.seed, None
+    try:
+        yield
+    finally:
+        graph.seed = before
+
+
+def _names(
+    streaming: Streaming, reader: str, epoch: int | tf.Tensor, seed: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Return the paths of an epoch's shards, each as soon as its shard is on disk."""
+    epoch, seed = (tf.strings.as_string(tf.cast(each, tf.int64)) for each in (epoch, seed))
+
+    def name_shard(number: tf.Tensor) -> tf.data.Dataset:
+        parts = [reader, streaming.attempt, epoch, tf.strings.as_string(number)]
+        key = tf.strings.join(parts, separator=" ")
+        gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
+        asked = _send(tf.strings.join(["next ", key, " ", seed, "\n"]))
+        # The gate has no records. Opening it blocks until the feed opens it for writing.
+        passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
+        answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
+        answers = tf.data.Dataset.counter().flat_map(
+            lambda _: asked.concatenate(passed).concatenate(answer)
+        )
+        return answers.filter(lambda found: found != _NOTHING).take(1)
+
+    names = tf.data.Dataset.counter().flat_map(name_shard)
+    return names.take_while(lambda name: name != "")
+
+
+def _read(place: tf.Tensor) -> tf.Tensor:
+    """Return the content of an answer file, or `_NOTHING` if the file does not exist."""
+    is_there = tf.size(tf.io.matching_files(place)) > 0
+    answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
+    has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards will arrive"])
+    with tf.control_dependencies([has_failed]):
+        return tf.identity(answer)
+
+
+def _read_fed(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.TFRecordDataset(name).concatenate(_done(streaming, reader, name))
+
+
+def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
+    """Return an empty dataset that reports a shard as read, or all shards if `name` is empty."""
+    words = ["done", reader, streaming.attempt, name]
+    return _send(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
+
+
+def _send(line: tf.Tensor) -> tf.data.Dataset:
+    """Return an empty dataset that writes a line to the request pipe when it is read."""
+
+    def write(line: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([tf.io.write_file(ASK, line)]):
+            return tf.identity(line)
+
+    return tf.data.Dataset.from_tensors(line).map(write).filter(lambda _: False)

@@ -1,7 +1,7 @@
 """Serves shards to graphs in a worker process. Graphs cannot run Python code of this package.
 
 A graph can read and write files, and it blocks when it opens a named pipe that has no writer.
-Therefore a reader, `flotilla.trainer.data.fed_blocks`, does this for each shard:
+Therefore a reader, `flotilla.trainer.data.read`, does this for each shard:
 
 1. It writes `next READER ATTEMPT EPOCH NUMBER SEED` to the pipe `ask`, which never blocks.
 2. It reads the pipe `READER.gate0`, or `gate1` if NUMBER is odd. This blocks until the feed opens

@@ -28,7 +28,7 @@ from flotilla.trainer import signing, storage
 from flotilla.trainer.config.main_metric import MainMetric
 from flotilla.trainer.config.program import describe_program, hide_environment
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.files.recorded_columns import read_recorded
+from flotilla.trainer.data.files.columns import read_recorded
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation import signature
 from flotilla.trainer.evaluation.evaluate import (

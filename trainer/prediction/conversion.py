@@ -16,9 +16,9 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import images
 from flotilla.trainer.data.columns import make_rows
 from flotilla.trainer.data.files.column_scan import EXACT, is_list
+from flotilla.trainer.data.files.columns import RecordedInput
 from flotilla.trainer.data.files.conversion import Values, convert_rows, pad_values
 from flotilla.trainer.data.files.pictures import Pictures
-from flotilla.trainer.data.files.recorded_columns import RecordedInput
 from flotilla.trainer.data.files.text_values import parse_numbers
 from flotilla.trainer.features.feature_spec import FeatureSpec
 

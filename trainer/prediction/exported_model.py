@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from flotilla.trainer import signing, storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.files.recorded_columns import RecordedInput, make_inputs
+from flotilla.trainer.data.files.columns import RecordedInput, make_inputs
 from flotilla.trainer.evaluation.signature import LABELS, SERVING
 from flotilla.trainer.evaluation.threshold import read_thresholds
 from flotilla.trainer.models.registry import report_bad_input

@@ -19,6 +19,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.data.files import column_scan, text_values
+from flotilla.trainer.data.files.columns import read_label
 from flotilla.trainer.data.files.file_pieces import (
     FilePieces,
     choose_reader,
@@ -27,7 +28,6 @@ from flotilla.trainer.data.files.file_pieces import (
 )
 from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece, is_compressed, open_text
-from flotilla.trainer.data.files.labels import read_label
 from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.data.roles import LABELS, format_names
 from flotilla.trainer.features.statistics.statistics import are_repeated

@@ -18,6 +18,7 @@ from flotilla.trainer.cluster.launcher import Job
 from flotilla.trainer.cluster.process import gpu_count, list_gpu_limits
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
+from flotilla.trainer.data.blocks import write_index
 from flotilla.trainer.data.read import fits_in_memory, stage_shards
 from flotilla.trainer.data.shard_feed import (
     TRAIN,
@@ -28,7 +29,6 @@ from flotilla.trainer.data.shard_feed import (
     plan_streaming,
     shuffle_shards,
 )
-from flotilla.trainer.data.tfrecords import write_index
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime.errors import ConfigError
 

@@ -11,10 +11,9 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.blocks import complete, parse_blocks
+from flotilla.trainer.data.blocks import complete, parse_blocks, write_index
 from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.prepare import PreparedDataset, prepare
-from flotilla.trainer.data.tfrecords import write_index
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 

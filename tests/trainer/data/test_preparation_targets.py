@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.data.preparation.parts import Target
+from flotilla.trainer.data.preparation.shards import Target
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
@@ -18,24 +18,22 @@ def target(dtype, shape=(), num_classes=0):
     return Target("y", spec)
 
 
-def test_a_bool_is_counted():
-    found = target("bool")
-    found.add("train", np.array([True, False, True]))
-    found.add("test", np.array([False]))
-    assert found.counts() == {"train": [1, 2], "test": [1, 0]}
-
-
-def test_of_several_bools_each_class_is_counted():
-    found = target("bool", (3,), num_classes=3)
-    found.add("train", np.array([[1, 0, 0], [1, 1, 0]], bool))
-    found.add("train", np.array([[0, 1, 0]], bool))
-    assert found.counts() == {"train": [2, 2, 0]}
-
-
-def test_the_end_of_a_sequence_is_not_counted():
-    found = target("int64", (3,), num_classes=4)
-    found.add("train", np.array([[1, 1, -1], [3, -1, -1]]))
-    assert found.counts() == {"train": [0, 2, 0, 1]}
+@pytest.mark.parametrize(
+    ("spec", "batches", "counts"),
+    [
+        (("bool",), [[True, False, True], [True]], [1, 3]),
+        (("bool", (3,), 3), [[[1, 0, 0], [1, 1, 0]], [[0, 1, 0]]], [2, 2, 0]),
+        # The end of a sequence is not counted.
+        (("int64", (3,), 4), [[[1, 1, -1], [3, -1, -1]]], [0, 2, 0, 1]),
+    ],
+)
+def test_classes_are_counted(spec, batches, counts):
+    found = target(*spec)
+    for batch in batches:
+        found.add("train", np.array(batch, spec[0]))
+    assert found.counts() == {"train": counts}
+    found.add("test", np.array(batches[-1], spec[0])[:0])
+    assert found.counts() == {"train": counts, "test": [0] * len(counts)}
 
 
 def test_roles_are_in_the_manifest(prepared):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from flotilla.trainer.data.blocks import MIXED
+from flotilla.trainer.data.blocks import MIXED, TOGETHER
 from flotilla.trainer.data.read import training_batches
-from flotilla.trainer.data.tfrecords import TOGETHER
 
 ROWS, BATCH = 4, 32
 # There are 16 windows, as in a split with a few million rows, but the blocks are shorter.

@@ -15,7 +15,7 @@ import tensorflow as tf
 from PIL import Image
 
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.files.recorded_columns import make_inputs
+from flotilla.trainer.data.files.columns import make_inputs
 from flotilla.trainer.prediction.conversion import convert, make_input
 from flotilla.trainer.prediction.output import make_columns
 from flotilla.trainer.tracking import mlflow_model, pyfunc_loader

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import features
 from flotilla.trainer.data.builders.download import download
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.preparation.beam import pipeline_options
+from flotilla.trainer.data.preparation.runners import pipeline_options
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.data.splits import plan
 from flotilla.trainer.runtime import user_code
@@ -243,15 +243,10 @@ def quicken(connectors: Iterable[Any]) -> None:
             and connector.shape[-1] in images.MODES
             and None not in connector.shape
         ):
-            connector.encode_example = _quick(connector, images.encode_png)
+            theirs, shape = connector.encode_example, connector.shape
+            connector.encode_example = partial(_encode, theirs, images.encode_png, shape)
 
 
-def _quick(connector: Any, encode: Callable[[NDArray[np.uint8]], bytes]) -> Callable[[Any], Any]:
-    slow = connector.encode_example
-
-    def encode_example(value: Any) -> Any:
-        is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
-        fits = is_bytes and value.shape == connector.shape
-        return slow(encode(value) if fits else value)
-
-    return encode_example
+def _encode(theirs: Any, encode: Any, shape: tuple[int, ...], value: Any) -> Any:
+    is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+    return theirs(encode(value) if is_bytes and value.shape == shape else value)

@@ -1,4 +1,8 @@
-"""Types of the columns of files, inferred from all rows, not only from the first ones."""
+"""Types of the columns of files, inferred from all rows, not only from the first ones.
+
+The manifest of an exported model has its inputs: for each, its stored spec, and the type of its
+column. Later files are read in the same way as the training data, without inferring types.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig
+import pyarrow as pa
+
+from flotilla.trainer.config.data import NUMBERS_IN_WRITING, DataConfig, ImageConfig
 from flotilla.trainer.data.files import text_values
 from flotilla.trainer.data.files.column_scan import EXACT, NUMBERS, ColumnScan
 from flotilla.trainer.data.files.file_pieces import FilePieces
-from flotilla.trainer.data.files.labels import Label, list_classes, read_label, rows_without_class
-from flotilla.trainer.data.files.pictures import make_spec
 from flotilla.trainer.data.files.text_values import NEARLY_ALL
+from flotilla.trainer.features.class_names import Spellings, lookalikes
+from flotilla.trainer.features.dataset_spec import DatasetSpec
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError, UserError
+from flotilla.trainer.storage import Manifest
 
 _FEWEST_IDS = 2
 _INT64 = 2**63
@@ -84,10 +92,8 @@ def decide(  # noqa: PLR0913
     if kind == "int" and not (is_label or required):
         kind, why, note = _int_or_id(name, scan, said, why, gaps=gaps)
     if kind == "image":
-        spec = make_spec(name, config.image, scan.shapes)
-        return Column(
-            name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
-        )
+        shape, stored = _find_image_form(name, config.image, scan.shapes)
+        return Column(name=name, type=kind, why=why, shape=shape, dtype="uint8", stored=stored)
     note = _join(note, *label.notes, *_notes(name, kind, said, scan))
     marks = {} if kind in ("text", "class") else dict(sorted(scan.marks.items()))
     hint = _hint(scan, kind)
@@ -98,6 +104,26 @@ def decide(  # noqa: PLR0913
         note = _join(note, _note_sets(name, classes) if is_label else "")
         return replace(column, classes=classes, note=note)
     return _set_dtype(config, column, scan, exact=exact, is_label=is_label)
+
+
+def _find_image_form(
+    name: str, config: ImageConfig, sizes: set[tuple[int, ...]]
+) -> tuple[tuple[int, ...], str]:
+    """Return shape and stored form of images: encoded if a size is set, else of a common size."""
+    if config.size:
+        return (*config.size, config.channels), "image"
+    if len({each[:2] for each in sizes}) > 1:
+        low, high = min(sizes)[:2], max(sizes)[:2]
+        raise UserError(
+            f"data.image: the images of {name!r} have several sizes, such as {list(low)} and "
+            f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
+        )
+    height, width, channels = max(sizes, default=(1, 1, 1))
+    # The default of 3 channels counts as not configured, so that gray images are stored with one
+    # channel.
+    if config.channels != ImageConfig().channels:
+        channels = config.channels
+    return (height, width, channels), "raw"
 
 
 def _join(*notes: str) -> str:
@@ -326,3 +352,213 @@ def describe_columns(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
         | ({"classes": len(each.classes)} if each.classes else {})
         for each in columns.values()
     ]
+
+
+#: Maximum number of distinct whole numbers in a label that is read as classes, unless the file
+#: format stores them as strings.
+FEW_VALUES = 20
+_TWO = 2
+_NAMED = 3
+
+
+@dataclass(frozen=True)
+class Label:
+    """The type of a label, the reason for it, its classes if it has any, and notes."""
+
+    type: str
+    why: str
+    classes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def list_classes(scan: ColumnScan, *, as_written: bool = False) -> tuple[str, ...]:
+    """Return the sorted classes of a column. `as_written` keeps different spellings separate."""
+    return tuple(sorted(scan.values - {""})) if as_written else _spellings(scan).names()
+
+
+def read_label(name: str, said: str, scan: ColumnScan, *, parsed: bool) -> Label:
+    """Choose the type of a single-valued label, or "" to read the label like other columns.
+
+    `said` is its type in `data.types`, or empty. `parsed` is true if strings may be numbers, as in
+    CSV. Raises `UserError` if the label has no values, or has formatted numbers.
+    """
+    spellings = _spellings(scan)
+    if not (scan.kinds or spellings.count):
+        raise UserError(f"data.label: {name!r} has no value in any row; name another column")
+    if said == "text":
+        classes = list_classes(scan, as_written=True)
+        return Label("class", "label of texts, as written", classes)
+    if scan.many or not spellings.count or said not in ("", "class", "bool"):
+        of_times = not said and set(scan.kinds) == {"time"}
+        return Label("", "", (), (_note_times(name),) if of_times else ())
+    if said or spellings.is_truth:
+        why = "data.types" if said else "label of yes and no"
+        return _read_classes(name, why, spellings, scan)
+    are_texts = not parsed and set(scan.kinds) == {"text"}
+    if spellings.are_whole:
+        return _read_whole(name, spellings, scan, are_texts=are_texts)
+    numbers = sum(scan.kinds[each] for each in NUMBERS)
+    is_quantity = spellings.are_numbers and not are_texts
+    if set(scan.kinds) == {"time"} or is_quantity or NEARLY_ALL * scan.kinds.total() <= numbers:
+        return Label("", "", (), (_note_times(name),) if "time" in scan.kinds else ())
+    found = _read_classes(name, "label of texts", spellings, scan)
+    return replace(found, notes=(*found.notes, *_check_numbers(name, spellings, scan)))
+
+
+def _note_times(name: str) -> str:
+    return (
+        f"the label {name!r} contains times, which are read as seconds since 1970; write the "
+        f"number to predict, or set data.types: {{{name}: class}} if they are classes"
+    )
+
+
+def rows_without_class(scan: ColumnScan) -> int:
+    """Return the number of rows without a class. In a column of strings, `unknown` is a class."""
+    return scan.empty + sum(count for each, count in scan.marks.items() if _is_mark(each, scan))
+
+
+def _is_mark(text: str, scan: ColumnScan) -> bool:
+    among_numbers = scan.kinds and set(scan.kinds) <= {*NUMBERS, "code"}
+    return text_values.is_null(text) or bool(among_numbers and text in scan.marks)
+
+
+def _spellings(scan: ColumnScan) -> Spellings:
+    return Spellings(each for each in scan.values if not _is_mark(each, scan))
+
+
+def _read_whole(name: str, spellings: Spellings, scan: ColumnScan, *, are_texts: bool) -> Label:
+    count = spellings.count
+    if are_texts or count <= min(FEW_VALUES, max(_TWO, scan.rows // 2)):
+        found = _read_classes(name, f"label of {count} whole numbers", spellings, scan)
+        says = (
+            f"the label {name!r} has {count} different whole numbers, which are read as classes; "
+            f"set data.types: {{{name}: float}} if it is a quantity"
+        )
+        return replace(found, notes=(*found.notes, says)) if count > _TWO else found
+    says = (
+        f"the label {name!r} has {count} different whole numbers, which are read as a quantity; "
+        f"set data.types: {{{name}: class}} if they are classes"
+    )
+    return Label("float", f"label of {count} different whole numbers", (), (says,))
+
+
+def _read_classes(name: str, why: str, spellings: Spellings, scan: ColumnScan) -> Label:
+    names = spellings.names()
+    notes = []
+    if merged := spellings.list_merged():
+        notes.append(
+            f"the label {name!r} has several spellings of a class, which are read as one class: "
+            f"{_pairs(merged)}; set data.types: {{{name}: text}} if they are different classes"
+        )
+    if alike := lookalikes(names):
+        notes.append(
+            f"the label {name!r} has classes that look alike: {_pairs(alike)}; give them one "
+            f"spelling, or set data.types: {{{name}: text}} if they are different classes"
+        )
+    marks = () if "+" in names or len(names) == _TWO else ("-",)
+    unusual = {*text_values.DOUBTFUL, *marks}
+    if doubtful := [each for each in names if each.lower() in unusual]:
+        named = ", ".join(map(repr, doubtful))
+        notes.append(
+            f"the label {name!r} has {named} as a class; leave the cell empty if it means a "
+            "missing value"
+        )
+    if _TWO * len(names) > scan.rows and len(names) > _TWO:
+        notes.append(
+            f"the label {name!r} has {len(names)} classes in {scan.rows} rows, so most classes "
+            "have too few examples to learn from; set data.label to another column, or merge "
+            "classes with data.map"
+        )
+    return Label("class", why, names, tuple(notes))
+
+
+def _pairs(groups: Sequence[Sequence[str]]) -> str:
+    more = f", and {len(groups) - _NAMED} more" if len(groups) > _NAMED else ""
+    return ", ".join(" and ".join(map(repr, each)) for each in groups[:_NAMED]) + more
+
+
+def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterator[str]:
+    texts = [text for each in spellings.by_key.values() for text in each]
+    writing = text_values.count_writing(pa.array(texts))
+    kind = text_values.find_kind(writing, texts=len(texts))
+    if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
+        yield (
+            f"the label {name!r} has dates or times of day, such as {texts[0]!r}, and is read as "
+            "classes; write the number to predict, such as the days until then"
+        )
+    if not kind:
+        return
+    says = f"the label {name!r} has numbers stored as text, such as {texts[0]!r}"
+    ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
+    # `3 doors` may be a class, but a price is not.
+    few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
+    if not few or text_values.is_amount(writing):
+        raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
+    yield f"{says}, and is read as classes; {ways}, or {{{name}: class}} if they are classes"
+
+
+# Number of dimensions of an image: height, width and channels.
+_PICTURE = 3
+# Fields of a `Column` that determine how its values are read.
+_READ = ("type", "unit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedInput:
+    """An input of the model: its feature, its stored spec, and its column."""
+
+    feature: str
+    spec: FeatureSpec
+    column: Column
+
+
+def read_recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
+    """Return the inputs of a dataset, in order, for the manifest of a model."""
+    # With `data.map`, columns are inputs of the function, not of the model.
+    columns = [] if config.map else dataset.fields.get("columns", [])
+    read = {each["name"]: {key: each[key] for key in _READ if key in each} for each in columns}
+    return [
+        {"feature": name, "type": "", **read.get(name, {}), **spec.features[name].to_json()}
+        for name in spec.inputs
+    ]
+
+
+def make_inputs(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
+    """Restore the inputs from `entries`, the result of `read_recorded`."""
+    found = []
+    for entry in entries:
+        given = {name: value for name, value in entry.items() if name not in ("feature", *_READ)}
+        given |= {"shape": tuple(given["shape"]), "labels": tuple(given["labels"])}
+        spec = FeatureSpec(**given)
+        name = str(entry["feature"])
+        column = _column(name, spec, str(entry["type"]), str(entry.get("unit", "")))
+        found.append(RecordedInput(feature=name, spec=spec, column=column))
+    return tuple(found)
+
+
+def _column(name: str, spec: FeatureSpec, said: str, unit: str) -> Column:
+    kind = said or _choose_type(spec)
+    return Column(
+        name=name,
+        type=kind,
+        why="the model",
+        gaps=kind in ("int", "bool") and spec.dtype.startswith("float"),
+        shape=spec.sizes,
+        dtype=spec.dtype if spec.shape or spec.dtype == "float64" else "",
+        stored=spec.stored,
+        classes=spec.labels if kind == "class" else (),
+        unit=unit,
+    )
+
+
+def _choose_type(spec: FeatureSpec) -> str:
+    """Return the column type for a feature of a dataset that was not made from files."""
+    if spec.stored == "image" or (len(spec.shape) == _PICTURE and spec.dtype == "uint8"):
+        return "image"
+    if spec.shape:
+        return "tensor"
+    if spec.labels:
+        return "class"
+    if spec.dtype in ("string", "bool"):
+        return {"string": "text", "bool": "bool"}[spec.dtype]
+    return "float" if "float" in spec.dtype else "int"

@@ -27,7 +27,7 @@ from flotilla.trainer.data.files.formats.class_folders import IMAGE, LABEL
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.files.scan import BrokenRows, PieceScan, Scan
-from flotilla.trainer.data.roles import LABELS, ColumnRoles
+from flotilla.trainer.data.roles import ColumnRoles
 from flotilla.trainer.data.source import Batch, Part, Source
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import SPLITS
@@ -231,21 +231,8 @@ class FileSource(Source):
         # Choose the roles now, so that wrong keys are reported before all files are read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
         require_few(len(columns), self._config.source)
-        labels = self._config.label or tuple(each for each in names if each.lower() in LABELS)
-        classes = (each for each, kind in self._said.items() if kind == "class")
-        config = self._config
-        scan = partial(
-            PieceScan,
-            files=self._files,
-            names=names,
-            wanted=columns,
-            gathered=frozenset({*labels, *classes}),
-            images=frozenset(each for each, kind in self._said.items() if kind == "image"),
-            time=config.splits.time,
-            time_type=self._said.get(config.splits.time, ""),
-            whole=not config.inputs,
-            measures=not config.image.size,
-        )
+        of_files = {"config": self._config, "said": self._said, "files": self._files}
+        scan = partial(PieceScan, **of_files, names=names, wanted=columns)
 
         def scan_piece(piece: Piece, work: Work) -> Scan:
             pictures = self._pictures(piece)

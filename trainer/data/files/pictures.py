@@ -16,7 +16,6 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import ImageConfig
 from flotilla.trainer.data import images
 from flotilla.trainer.data.columns import Column, make_texts
-from flotilla.trainer.data.features import image_spec
 from flotilla.trainer.data.images import UndecodableError
 from flotilla.trainer.data.listing import SourceFile, require_listed
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -140,24 +139,6 @@ def _reason(uri: str, error: OSError) -> str:
         with report_errors(f"read {uri}"):
             raise error
     return f"it cannot be read: {error.strerror}"
-
-
-def make_spec(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
-    """Return the spec of images: encoded if a size is set, otherwise pixels of a common size."""
-    if config.size:
-        return image_spec(config)
-    if len({each[:2] for each in sizes}) > 1:
-        low, high = min(sizes)[:2], max(sizes)[:2]
-        raise UserError(
-            f"data.image: the images of {name!r} have several sizes, such as {list(low)} and "
-            f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
-        )
-    height, width, channels = max(sizes, default=(1, 1, 1))
-    # The default of 3 channels counts as not configured, so that gray images are stored with one
-    # channel.
-    if config.channels != ImageConfig().channels:
-        channels = config.channels
-    return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")
 
 
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:

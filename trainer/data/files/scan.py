@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.files.column_scan import (
     MOST_CLASSES,
     ColumnScan,
@@ -24,6 +26,7 @@ from flotilla.trainer.data.files.file_pieces import FilePieces
 from flotilla.trainer.data.files.formats.raw_rows import Piece, Rows, require_few
 from flotilla.trainer.data.files.pictures import Pictures
 from flotilla.trainer.data.images import UndecodableError
+from flotilla.trainer.data.roles import LABELS
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError
 
@@ -164,16 +167,14 @@ class PieceScan:
     """Scans one piece.
 
     Attributes:
+        said: types of columns that are not inferred.
         pictures: finds the images of the piece's rows. `work` counts the rows.
         names: all columns of the first file.
         wanted: columns to read, or empty for all of them.
-        gathered: columns whose values may be classes.
-        images: columns that name images.
-        time: column of the timestamps that determine splits, or empty. `time_type` is its type.
-        whole: whether to reject a file with columns that the first file lacks.
-        measures: whether the sizes of images are needed.
     """
 
+    config: DataConfig
+    said: Mapping[str, str]
     files: FilePieces
     path: Path
     piece: Piece
@@ -181,13 +182,13 @@ class PieceScan:
     work: Work
     names: tuple[str, ...]
     wanted: tuple[str, ...]
-    gathered: frozenset[str]
-    images: frozenset[str]
-    time: str
-    time_type: str
-    whole: bool
-    measures: bool
     found: Scan = field(default_factory=Scan)
+
+    @cached_property
+    def _gathered(self) -> set[str]:
+        """The columns whose values may be classes."""
+        labels = self.config.label or (each for each in self.names if each.lower() in LABELS)
+        return {*labels, *(each for each, kind in self.said.items() if kind == "class")}
 
     def run(self) -> Scan:
         """Scan the piece, and return its statistics. Raises `UserError`."""
@@ -214,7 +215,7 @@ class PieceScan:
 
     def _add(self, name: str, rows: Rows) -> None:
         array = pa.chunked_array(rows.table[name]).combine_chunks()
-        is_label = name in self.gathered
+        is_label = name in self._gathered
         if not get_kind(array.type) or (is_label and is_list_of_texts(array.type)):
             remedy = f"set data.drop: [{name}]"
             if is_label and is_list(array.type):
@@ -224,7 +225,7 @@ class PieceScan:
                 f"read; {remedy}"
             )
         column = self._column(name)
-        may_be_images = name in self.images or pa.types.is_binary(array.type)
+        may_be_images = self.said.get(name) == "image" or pa.types.is_binary(array.type)
         if may_be_images and self._add_images(name, column, array):
             return
         parsed = self.files.reader.parsed or name in rows.mixed
@@ -235,17 +236,17 @@ class PieceScan:
             first = int(rows.numbers[int(np.argmax(array.is_valid()))])
             place = (self.piece, first, str(array.type))
             self.found.families.setdefault(name, {}).setdefault(family, place)
-        if name == self.time:
-            self.found.times.update(read_times(array, self.time_type))
+        if name == self.config.splits.time:
+            self.found.times.update(read_times(array, self.said.get(name, "")))
 
     def _add_images(self, name: str, column: ColumnScan, array: pa.Array) -> bool:
-        if name not in self.images:
+        if self.said.get(name) != "image":
             with suppress(pa.ArrowInvalid):
                 array.cast(pa.string())
                 return False
         values = array.to_pylist()
-        known = name in self.images or self._sizes(values[:_SURE])
-        if known and not self.measures:
+        known = self.said.get(name) == "image" or self._sizes(values[:_SURE])
+        if known and self.config.image.size:
             column.add_images([self.pictures.size] * len(array), 0)
             return True
         sizes = self._sizes(values)
@@ -262,7 +263,7 @@ class PieceScan:
     def _column(self, name: str) -> ColumnScan:
         columns = self.found.columns
         if name not in columns:
-            gathers = name in self.gathered
+            gathers = name in self._gathered
             columns[name] = ColumnScan(most=MOST_CLASSES, gathers=True) if gathers else ColumnScan()
             require_few(len(columns), str(self.path))
         return columns[name]
@@ -279,7 +280,7 @@ class PieceScan:
                 f"add it, or set data.drop: [{missing[0]}]"
             )
         more = [name for name in names if name not in self.names]
-        if more and self.whole:
+        if more and not self.config.inputs:
             raise UserError(
                 f"data.source: {self.path} has a column {more[0]!r}, which other files lack; "
                 "remove it, or choose the columns to read in data.inputs"

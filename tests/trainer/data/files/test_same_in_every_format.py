@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.data.files.recorded_columns import make_inputs, read_recorded
+from flotilla.trainer.data.files.columns import make_inputs, read_recorded
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.data.read import stage_shards, training_batches
 from flotilla.trainer.evaluation.evaluate import build_model

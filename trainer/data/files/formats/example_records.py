@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import tensorflow as tf
 
+from flotilla.trainer.data.blocks import FOOT, HEAD, mask_crc
 from flotilla.trainer.data.files.formats.raw_rows import (
     END,
     OnOpen,
@@ -19,10 +20,10 @@ from flotilla.trainer.data.files.formats.raw_rows import (
     RecordReader,
     open_file,
 )
-from flotilla.trainer.data.tfrecords import DamagedError, records
 from flotilla.trainer.runtime.errors import UserError
 
 _FIRST = 100
+_LARGEST = 1 << 30
 
 
 class ExampleReader(RecordReader):
@@ -52,10 +53,7 @@ class ExampleReader(RecordReader):
         """Yield the features of each example."""
         with open_file(path) as file:
             on_open(file)
-            try:
-                yield from map(_example, records(file))
-            except DamagedError as error:
-                raise UserError(f"data.source: {path}, {error}") from None
+            yield from map(_example, _records(path, file))
 
     def array(self, path: Path, name: str, values: list[Any]) -> tuple[pa.Array, bool]:
         """Convert values to lists of numbers or strings, or to single bytes values."""
@@ -73,6 +71,25 @@ class ExampleReader(RecordReader):
                 f"data.source: the feature {name!r} of {path} is bytes in some records and numbers "
                 f"in others; set data.drop: [{name}]"
             ) from None
+
+
+def _records(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """Yield the verified records of a TFRecord file."""
+    number = 0
+    while head := file.read(HEAD.size):
+        number += 1
+        bad = f"data.source: {path}, record {number} cannot be read:"
+        if len(head) < HEAD.size:
+            raise UserError(f"{bad} it is truncated")
+        length, crc = HEAD.unpack(head)
+        if mask_crc(head[:8]) != crc or length > _LARGEST:
+            raise UserError(f"{bad} its length is corrupted, or the file is not a TFRecord file")
+        data, foot = file.read(length), file.read(FOOT.size)
+        if len(data) < length or len(foot) < FOOT.size:
+            raise UserError(f"{bad} it is truncated")
+        if mask_crc(data) != FOOT.unpack(foot)[0]:
+            raise UserError(f"{bad} its checksum differs")
+        yield data
 
 
 def _example(data: bytes) -> dict[str, Any] | str:

@@ -1,22 +1,31 @@
-"""Map the parts of a source with Apache Beam: workers publish parts, and this process fetches them.
+"""Map the parts of a source: in processes of this machine, or with Apache Beam.
 
-A worker needs this package. It also needs the module of `data.map` or of a user's builder, which it
-fetches from the run's code bundle if there is one. The pipeline options, and the stores that
-workers need, are checked first.
+A process takes seconds to import TensorFlow. If there are only a few parts, they are mapped in the
+current process, unless `data.runner.processes` is set. On Linux, each process ends when its parent
+ends, even if the parent is killed.
 
-Beam is an optional dependency. It is imported only if it is used.
+Beam workers publish the parts, and this process fetches them. A worker needs this package. It also
+needs the module of `data.map` or of a user's builder, which it fetches from the run's code bundle
+if there is one. The pipeline options, and the stores that workers need, are checked first. Beam is
+an optional dependency. It is imported only if it is used. TensorFlow is imported only to map parts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import io
 import logging
 import os
 import pickle
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +34,155 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig, RunnerConfig
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.events.progress import Work
-from flotilla.trainer.runtime import user_code
+from flotilla.trainer.runtime import threads, user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
 from flotilla.trainer.runtime.threads import Loop
+
+# Minimum number of parts per process that makes starting it worthwhile.
+_FEWEST = 2
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+_COMMAND = (
+    "import sys; from flotilla.trainer.data.preparation import runners; "
+    "runners.run(int(sys.argv[1]))"
+)
+Took = Callable[[Part | int], None]
+
+
+def map_parts(  # noqa: PLR0913
+    source: Source,
+    parts: Sequence[Part],
+    folder: Path,
+    *,
+    config: DataConfig,
+    work: Work,
+    done: Callable[[Path], None],
+) -> None:
+    """Map parts into subfolders of `folder`, in any order.
+
+    `work` counts the examples, and `done` is called in this process with the subfolder of each
+    mapped part. Raises `UserError` if a part cannot be read, or a process was killed.
+    """
+    processes = config.runner.processes
+    count = min(processes or threads.usable(), len(parts) if processes else len(parts) // _FEWEST)
+    mapping = partial(_map, source, folder, config)
+    if count < _FEWEST:
+        mapping(parts, work.add, lambda part: done(folder / part.folder))
+        return
+    stripes = [parts[index::count] for index in range(count)]
+    work.say(f"starting {count} processes")
+
+    def took(answer: Part | int) -> None:
+        if isinstance(answer, Part):
+            done(folder / answer.folder)
+        else:
+            work.add(answer)
+            work.say("")
+
+    _run_processes(mapping, stripes, took)
+
+
+def _map(  # noqa: PLR0913, PLR0917
+    source: Source,
+    folder: Path,
+    config: DataConfig,
+    parts: Sequence[Part],
+    count: Callable[[int], None],
+    done: Callable[[Part], None],
+) -> None:
+    from flotilla.trainer.data.preparation.shards import map_part  # noqa: PLC0415
+
+    selection = source.select()
+    for part in parts:
+        map_part(source, selection, part, folder / part.folder, config=config, count=count)
+        done(part)
+
+
+def _run_processes(
+    mapping: Callable[..., None], stripes: Sequence[Sequence[Part]], took: Took
+) -> None:
+    running: dict[Connection, tuple[subprocess.Popen[bytes], list[Part]]] = {}
+    try:
+        for stripe in stripes:
+            reader, process = _start(mapping, stripe)
+            running[reader] = (process, list(stripe))
+        while running:
+            for reader in set(running).intersection(wait(list(running))):
+                assert isinstance(reader, Connection)
+                process, left = running[reader]
+                if not _take_answer(reader, process, left, took):
+                    del running[reader]
+    finally:
+        for process, _ in running.values():
+            process.kill()
+            process.wait()
+
+
+def _start(
+    mapping: Callable[..., None], parts: Sequence[Part]
+) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start a process for some parts. Return the connection to its answers, and the process.
+
+    `multiprocessing` is not used, because it would import the user's script again, and hang if the
+    process ended before it read its arguments.
+    """
+    with tempfile.TemporaryFile() as request:
+        pickle.dump(sys.path, request)
+        pickle.dump((mapping, parts, os.getpid()), request)
+        request.seek(0)
+        reader, writer = Pipe(duplex=False)
+        # Close the parent's copy of the writer, so that the reader gets EOF when the process ends.
+        with writer:
+            process = subprocess.Popen(
+                [sys.executable, "-c", _COMMAND, str(writer.fileno())],
+                stdin=request,
+                pass_fds=[writer.fileno()],
+            )
+    return reader, process
+
+
+def _take_answer(
+    reader: Connection, process: subprocess.Popen[bytes], left: list[Part], took: Took
+) -> bool:
+    """Process a message. Return False if the process has ended. None reports a finished part."""
+    try:
+        answer = reader.recv()
+    except EOFError:
+        code = process.wait()
+        if left:
+            cause = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            raise UserError(
+                f"a process that prepared part {left[0].number} ended unexpectedly ({cause}); run "
+                "the command again to prepare the remaining parts; if memory ran out, set a "
+                "lower data.runner.processes"
+            ) from None
+        return False
+    if isinstance(answer, Exception):
+        raise answer
+    took(left.pop(0) if answer is None else answer)
+    return True
+
+
+def run(descriptor: int) -> None:
+    """Map the parts requested on standard input, and send answers to the pipe `descriptor`."""
+    # Ignore Ctrl-C, which reaches the whole process group. The parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Set the parent's import path before unpickling the mapping, which may import modules from it.
+    sys.path = pickle.load(sys.stdin.buffer)
+    mapping, parts, parent = pickle.load(sys.stdin.buffer)
+    _exit_with_parent(parent)
+    answers = Connection(descriptor, readable=False)
+    try:
+        mapping(parts, answers.send, lambda _part: answers.send(None))
+    except Exception as error:
+        answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
+
+
+def _exit_with_parent(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
 
 _FAILED = "failed part"
 _SUFFIX = ".failed"
@@ -106,7 +261,7 @@ class PartMapper:
 
         A failure is published too, because a runner returns only the text of an error.
         """
-        from flotilla.trainer.data.preparation.parts import map_part  # noqa: PLC0415
+        from flotilla.trainer.data.preparation.shards import map_part  # noqa: PLC0415
 
         uri = storage.join(self._uri, part.folder)
         with tempfile.TemporaryDirectory(prefix="part-") as name:

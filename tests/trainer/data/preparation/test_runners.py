@@ -12,8 +12,8 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
-from flotilla.trainer.data.preparation import processes
-from flotilla.trainer.data.preparation.processes import map_parts
+from flotilla.trainer.data.preparation import runners
+from flotilla.trainer.data.preparation.runners import map_parts
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.works import works
@@ -92,7 +92,7 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
 
 
 def test_a_process_that_ends_before_it_reads_its_request_is_an_error(prepared, source, monkeypatch):
-    monkeypatch.setattr(processes, "_COMMAND", "raise SystemExit(3)")
+    monkeypatch.setattr(runners, "_COMMAND", "raise SystemExit(3)")
     source.padding = "x" * 1_000_000
     with pytest.raises(UserError, match=r"part \d ended unexpectedly \(exit code 3"):
         prepared(source, processes=2)

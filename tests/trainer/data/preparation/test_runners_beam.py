@@ -8,7 +8,11 @@ from pydantic import ValidationError
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig, RunnerConfig
-from flotilla.trainer.data.preparation.beam import PartMapper, pipeline_options, require_reachable
+from flotilla.trainer.data.preparation.runners import (
+    PartMapper,
+    pipeline_options,
+    require_reachable,
+)
 from flotilla.trainer.data.prepare import prepare
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 

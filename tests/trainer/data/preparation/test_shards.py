@@ -13,11 +13,16 @@ from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.columns import make_table
 from flotilla.trainer.data.features import Selection
-from flotilla.trainer.data.preparation import parts as module
 from flotilla.trainer.data.preparation import shards
-from flotilla.trainer.data.preparation.parts import Sums, list_chunks, map_part, read_sums
-from flotilla.trainer.data.preparation.processes import map_parts
-from flotilla.trainer.data.preparation.shards import ShardWriter, assemble
+from flotilla.trainer.data.preparation.runners import map_parts
+from flotilla.trainer.data.preparation.shards import (
+    ShardWriter,
+    Sums,
+    assemble,
+    list_chunks,
+    map_part,
+    read_sums,
+)
 from flotilla.trainer.data.source import Batch
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.feature_spec import FeatureSpec
@@ -56,7 +61,7 @@ def test_rows_of_a_part_are_in_their_split_once(source, tmp_path):
 
 
 def test_a_part_in_several_chunks_is_the_same_again(source, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(shards, "CHUNK_BYTES", 1)
     for name in ("one", "other"):
         map_part(source, source.select(), source.parts()[1], tmp_path / name, config=CONFIG)
     assert len(list_chunks(tmp_path / "one", "train")) == 2
@@ -99,24 +104,17 @@ def test_a_label_that_is_none_names_its_split(source, tmp_path, monkeypatch):
         map_part(source, source.select(), part, tmp_path / "part", config=CONFIG)
 
 
-def test_every_example_is_in_its_split_once(prepared, source, numbers_of):
-    dataset = prepared(source)
-    by_split = {name: np.concatenate(numbers_of(dataset, name)) for name in ("train", "test")}
-    assert sorted(by_split["test"]) == list(range(1, 100, 10))
-    assert sorted(by_split["train"]) == [n for n in range(100) if n % 10 > 1]
-
-
 def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source, numbers_of):
-    shards = numbers_of(prepared(source), "train")
+    dataset = prepared(source)
+    shards = numbers_of(dataset, "train")
+    assert sorted(np.concatenate(numbers_of(dataset, "test"))) == list(range(1, 100, 10))
+    assert sorted(np.concatenate(shards)) == [n for n in range(100) if n % 10 > 1]
+    counts = dataset.manifest.fields["target_counts"]["label"]
+    assert counts == {"train": [20, 20, 20, 20], "validation": [5, 0, 5, 0], "test": [0, 5, 0, 5]}
     assert [len(each) for each in shards] == [40, 40]
     # The rows of a shard must not be in the order of the source.
     assert all((np.diff(each) < 0).sum() > 10 for each in shards)
     assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
-
-
-def test_counts_are_those_of_the_examples(prepared, source):
-    counts = prepared(source).manifest.fields["target_counts"]["label"]
-    assert counts == {"train": [20, 20, 20, 20], "validation": [5, 0, 5, 0], "test": [0, 5, 0, 5]}
 
 
 @pytest.fixture
@@ -171,16 +169,12 @@ def read(path):
     return parse_blocks(FEATURES, tf.constant(blocks))["number"].numpy().tolist()
 
 
-@pytest.fixture
-def write(tmp_path):
-    def make(examples, count, rows=3, at_once=1000):
-        table = make_table(FEATURES, {"number": np.arange(examples)})
-        writer = ShardWriter(tmp_path, "train", FEATURES, examples=examples, count=count, rows=rows)
-        for start in range(0, examples, at_once):
-            writer.add(table.slice(start, at_once))
-        return writer, sorted(tmp_path.glob("train-*"))
-
-    return make
+def write_numbers(folder, examples, count, rows=3, at_once=1000):
+    table = make_table(FEATURES, {"number": np.arange(examples)})
+    writer = ShardWriter(folder, "train", FEATURES, examples=examples, count=count, rows=rows)
+    for start in range(0, examples, at_once):
+        writer.add(table.slice(start, at_once))
+    return writer, sorted(folder.glob("train-*"))
 
 
 @settings(deadline=None, max_examples=10)
@@ -191,13 +185,8 @@ def write(tmp_path):
     at_once=st.integers(1, 60),
 )
 def test_shards_are_ranges_of_about_one_size(tmp_path_factory, examples, count, rows, at_once):
-    count = min(count, examples)
     folder = tmp_path_factory.mktemp("shards")
-    table = make_table(FEATURES, {"number": np.arange(examples)})
-    writer = ShardWriter(folder, "train", FEATURES, examples=examples, count=count, rows=rows)
-    for start in range(0, examples, at_once):
-        writer.add(table.slice(start, at_once))
-    paths = sorted(folder.glob("train-*"))
+    writer, paths = write_numbers(folder, examples, min(count, examples), rows, at_once)
     numbers = [read(path) for path in paths]
     assert [len(each) for each in numbers] == writer.examples
     assert [number for each in numbers for number in each] == list(range(examples))
@@ -206,19 +195,19 @@ def test_shards_are_ranges_of_about_one_size(tmp_path_factory, examples, count, 
         assert len(list(tf.data.TFRecordDataset(str(path)))) == -(-each // rows)
 
 
-def test_the_bytes_do_not_depend_on_how_rows_come(write):
-    at_once, paths = write(100, 3)
+def test_the_bytes_do_not_depend_on_how_rows_come(tmp_path):
+    at_once, paths = write_numbers(tmp_path, 100, 3)
     content = [path.read_bytes() for path in paths]
     for path in paths:
         path.unlink()
-    in_parts, paths = write(100, 3, at_once=7)
+    in_parts, paths = write_numbers(tmp_path, 100, 3, at_once=7)
     assert [path.read_bytes() for path in paths] == content
     assert at_once.crcs == in_parts.crcs
     assert at_once.crcs == [f"{google_crc32c.value(each):08x}" for each in content]
 
 
-def test_a_thousand_shards_are_no_matter(write):
+def test_a_thousand_shards_are_no_matter(tmp_path):
     # There are more shards than the usual limit of open files per process.
-    _, paths = write(1500, 1500)
+    _, paths = write_numbers(tmp_path, 1500, 1500)
     assert len(paths) == 1500
     assert read(paths[1499]) == [1499]
