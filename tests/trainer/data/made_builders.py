@@ -181,25 +181,6 @@ class HugeLabel(IntegerLabel):
         return {"x": number, "rating": 10**9 + number}
 
 
-class FloatLabel(Small):
-    keys = ("x", "rating")
-
-    def features(self):
-        return {"x": np.float32, "rating": np.float32}
-
-    def example(self, number):
-        return {"x": number, "rating": number}
-
-
-class NoLabel(Small):
-    def features(self):
-        return {"x": np.float32, "y": np.float32}
-
-
-class TwoLabels(Small):
-    keys = ("x", ("label", "number"))
-
-
 class Downloading(Small):
     """A builder that downloads `urls`, which a test sets, and counts its instances."""
 

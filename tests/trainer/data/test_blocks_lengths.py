@@ -1,8 +1,5 @@
 """Tests sequences of varying length: stored unpadded, padded to the longest in a batch."""
 
-import itertools
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -11,9 +8,7 @@ import tensorflow_datasets as tfds
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import blocks
-from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
-from flotilla.trainer.data.columns import make_columns, make_table
-from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
+from flotilla.trainer.data.prepare import prepare, select_features
 from flotilla.trainer.data.read import (
     evaluation_batches,
     labelled_columns,
@@ -21,68 +16,8 @@ from flotilla.trainer.data.read import (
     training_batches,
 )
 from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data import made_builders as builders
-
-COUNTS = (3, 0, 5, 1)
-NUMBERS = ["uint8", "int32", "uint32", "uint64", "int64", "float16", "float32", "float64", "bool"]
-
-
-def sequence(dtype, *inner, padding=0, first=None):
-    shape = (first, *inner)
-    return FeatureSpec(shape=shape, dtype=dtype, stored="sequence", padding=padding)
-
-
-def rows(dtype, *inner):
-    draw = np.random.RandomState(0)
-    if dtype == "string":
-        return [np.full((n, *inner), f"w{n}".encode(), object) for n in COUNTS]
-    return [draw.randint(1, 100, (n, *inner)).astype(dtype) for n in COUNTS]
-
-
-def read_back(feature, values):
-    length = FeatureSpec(shape=(), dtype="int64", stored="int")
-    features = {"x": replace(feature, shape=(None, *feature.shape[1:])), "x_length": length}
-    table = make_table(features, make_columns(features, {"x": values}))
-    records = list(encode_blocks(features, table, 2))
-    return complete({"x": feature}, parse_blocks({"x": feature}, tf.constant(records)))["x"]
-
-
-@pytest.mark.parametrize("dtype", [*NUMBERS, "string"])
-def test_what_is_written_is_read_padded_or_cut(dtype):
-    empty = b"" if dtype == "string" else 0
-    for inner, first in itertools.product([(), (2,), (2, 3)], [None, 7, 2]):
-        values = rows(dtype, *inner)
-        found = read_back(sequence(dtype, *inner, first=first), values).numpy()
-        longest = first or max(COUNTS)
-        assert found.shape == (len(COUNTS), longest, *inner)
-        for row, value in zip(found, values, strict=True):
-            kept = min(len(value), longest)
-            assert row[:kept].tolist() == value[:kept].tolist()
-            assert (row[kept:] == empty).all()
-
-
-def test_labels_are_padded_with_none():
-    found = read_back(sequence("int64", padding=-1), rows("int64")).numpy()
-    assert (found[1] == -1).all()
-    assert (found[0, 3:] == -1).all()
-
-
-@pytest.mark.parametrize("dtype", ["int64", "string"])
-def test_a_batch_of_nothing_but_empty_sequences_has_one_place(dtype):
-    values = [np.zeros(0, object if dtype == "string" else dtype)] * 2
-    assert read_back(sequence(dtype), values).shape == (2, 1)
-
-
-@pytest.mark.parametrize("dtype", ["int64", "string"])
-def test_the_shape_in_a_graph(dtype):
-    records = tf.data.Dataset.from_tensors(b"").batch(1)
-    features = {"x": sequence(dtype, 2)}
-    element = records.map(
-        lambda each: complete(features, parse_blocks(features, each))
-    ).element_spec
-    assert element["x"].shape.as_list() == [None, None, 2]
 
 
 class Sentences(builders.Small):
@@ -144,12 +79,6 @@ def test_a_dataset_of_tfds(made, contents):
         assert (found["points"][row, :count] == number).all()
 
 
-def test_a_length_may_be_an_input(tmp_path):
-    inputs = ("tokens", "tokens_length")
-    config = DataConfig(dataset=f"{__name__}:Sentences", shapes=SHAPES, inputs=inputs)
-    assert select_features(config, tmp_path).inputs == inputs
-
-
 def test_an_epoch_holds_every_example_once(sentences):
     spec, files = sentences
     count = spec.examples("train")
@@ -157,10 +86,7 @@ def test_an_epoch_holds_every_example_once(sentences):
     seen = [x.numpy().max() for x, _ in batches.take(2 * count)]
     assert sorted(seen[:count]) == sorted(seen[count:])
     assert len({each for each in seen if each}) == sum(1 for each in seen[:count] if each)
-
-
-def test_batches_are_padded_to_their_longest(sentences):
-    spec, files = sentences
+    # Batches are padded to their longest example.
     for inputs, labels in training_batches(spec, files, batch_size=4, seed=3).take(20):
         assert inputs.shape == labels.shape
         assert inputs.shape[1] == max(1, int(tf.reduce_max(tf.math.count_nonzero(inputs, 1))))
@@ -189,10 +115,6 @@ def test_evaluation_has_one_length(sentences):
     read = labelled_columns(spec, files, batch_size=5, columns=["words"])
     shapes = {(x.shape[1], y.shape[1], c["words"].shape[1]) for (x, y), c in read}
     assert len({(x, y) for x, y, _ in shapes}) == 1
-
-
-def test_the_longest(sentences):
-    spec, files = sentences
     windows = read_rows(spec, files, blocks.length_names(spec))
     assert blocks.longest(spec, windows) == {"tokens": 6, "tags": 6}
 
@@ -210,13 +132,11 @@ def test_the_longest(sentences):
 def test_shapes_that_cannot_vary(prepared, shapes, message):
     with pytest.raises(ConfigError, match=message):
         prepared("", dataset=f"{__name__}:Sentences", shapes=shapes)
-
-
-def test_buckets_need_a_feature_that_varies(prepared):
     with pytest.raises(ConfigError, match=r"data\.buckets: no input or label varies in length"):
         prepared("Small", buckets=(2, 4))
 
 
-def test_buckets_do_not_make_another_dataset():
-    plain = DataConfig(dataset="brackets", shapes=SHAPES)
-    assert dataset_key(plain, {}) == dataset_key(plain.model_copy(update={"buckets": (2, 4)}), {})
+def test_a_length_may_be_an_input(tmp_path):
+    inputs = ("tokens", "tokens_length")
+    config = DataConfig(dataset=f"{__name__}:Sentences", shapes=SHAPES, inputs=inputs)
+    assert select_features(config, tmp_path).inputs == inputs

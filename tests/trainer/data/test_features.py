@@ -36,60 +36,21 @@ def of(features, keys, tmp_path, **section):
 def test_supervised_keys_name_inputs_and_label(selected):
     found = selected("Pictures")
     assert (found.inputs, found.targets) == (("image",), ("label",))
+    assert set(found.specs) == {"image", "name", "label"}
     label = found.specs["label"]
     assert (label.labels, label.num_classes) == (("cat", "dog", "eel"), 3)
 
 
-def test_what_is_neither_is_kept_too(selected):
-    assert set(selected("Pictures").specs) == {"image", "name", "label"}
-
-
-def test_nested_features_are_named_by_their_path(selected):
+def test_specs_of_every_kind(selected):
     found = selected("Everything")
     assert found.inputs == ("image", "nested/inner", "nested/deep/er")
     assert set(found.specs) == set(builders.flat(builders.example(0)))
-
-
-def test_specs_of_every_kind(selected):
-    specs = selected("Everything").specs
+    specs = found.specs
     assert specs["image"] == FeatureSpec(shape=(4, 5, 3), dtype="uint8", stored="raw")
     assert specs["words"] == FeatureSpec(shape=(2,), dtype="string", stored="bytes")
     assert specs["steps"] == FeatureSpec(shape=(2,), dtype="int32", stored="raw")
     assert specs["nested/inner"] == FeatureSpec(shape=(), dtype="int8", stored="int")
     assert specs["exact"] == FeatureSpec(shape=(), dtype="float64", stored="raw")
-
-
-def test_without_supervised_keys_the_label_is_the_feature_of_that_name(selected):
-    found = selected("Small")
-    assert (found.inputs, found.targets) == (("x", "number"), ("label",))
-
-
-def test_an_integer_may_be_the_label(selected):
-    found = selected("IntegerLabel")
-    rating = found.specs["rating"]
-    assert (found.targets, rating.labels, rating.num_classes) == (("rating",), (), 0)
-
-
-def test_a_class_label_without_classes_is_an_integer(tmp_path):
-    features = {"x": np.float32, "label": tfds.features.ClassLabel()}
-    label = of(features, None, tmp_path).specs["label"]
-    assert (label.labels, label.num_classes) == ((), 0)
-
-
-def test_numbered_classes_are_named_by_their_numbers(tmp_path):
-    features = {"x": np.float32, "label": tfds.features.ClassLabel(num_classes=3)}
-    assert of(features, None, tmp_path).specs["label"].labels == ("0", "1", "2")
-
-
-def test_an_example_weight_is_no_input(tmp_path):
-    features = {"x": np.float32, "weight": np.float32, "y": np.int64}
-    found = of(features, ("x", "y", "weight"), tmp_path)
-    assert (found.inputs, found.targets, found.weight) == (("x",), ("y",), "weight")
-
-
-def test_a_name_with_a_slash_is_no_nesting(tmp_path):
-    features = {"image/id": np.int64, "image": np.float32, "label": np.int64}
-    assert set(of(features, ("image", "label"), tmp_path).specs) == {"image", "image/id", "label"}
 
 
 def test_a_variable_shape_where_it_does_not_matter_is_left_out(selected, caplog):
@@ -106,52 +67,47 @@ RICH = {
     "shop": tfds.features.Text(),
     "words": tfds.features.Sequence(np.int64),
 }
+FIXED = {name: each for name, each in RICH.items() if name != "words"}
 KEYS = ("rows", "sold")
+ROWS = ("rows/age", "rows/fare", "rows/name")
+WEIGHTED = {"x": np.float32, "weight": np.float32, "y": np.int64}
+SLASHED = {"image/id": np.int64, "image": np.float32, "label": np.int64}
 
 
-def test_roles_are_those_of_the_configuration(tmp_path):
-    found = of(
-        RICH, KEYS, tmp_path, inputs=("rows/fare",), label="price", weight="times", group="shop"
-    )
-    assert (found.inputs, found.targets) == (("rows/fare",), ("price",))
-    assert (found.weight, found.group) == ("times", "shop")
-
-
-def test_an_outer_feature_is_all_below_it(tmp_path):
-    found = of(RICH, None, tmp_path, inputs="rows", label=("price", "sold"))
-    assert found.inputs == ("rows/age", "rows/fare", "rows/name")
-    assert found.targets == ("price", "sold")
+@pytest.mark.parametrize(
+    ("features", "keys", "section", "inputs", "targets"),
+    [
+        # Without supervised keys, the label is the feature of that name.
+        ({"x": np.float32, "label": np.int64}, None, {}, ("x",), ("label",)),
+        (WEIGHTED, ("x", "y", "weight"), {}, ("x",), ("y",)),
+        (WEIGHTED, ("x", ("y", "weight")), {}, ("x",), ("y", "weight")),
+        # A name with a slash is not nested.
+        (SLASHED, ("image", "label"), {}, ("image",), ("label",)),
+        (RICH, KEYS, {"inputs": ("rows/fare",), "label": "price"}, ("rows/fare",), ("price",)),
+        (RICH, None, {"inputs": "rows", "label": ("price", "sold")}, ROWS, ("price", "sold")),
+        (RICH, KEYS, {"label": "price"}, ROWS, ("price",)),
+        # A label that was an input is none anymore.
+        (RICH, KEYS, {"label": "rows/fare", "weight": "rows/age"}, ROWS[2:], ("rows/fare",)),
+        (FIXED, None, {"label": "price", "weight": "times"}, (*ROWS, "sold", "shop"), ("price",)),
+        (FIXED, None, {"label": "price", "group": "shop"}, (*ROWS, "sold", "times"), ("price",)),
+        (RICH, KEYS, {"inputs": ("times",), "weight": "times"}, ("times",), ("sold",)),
+        (RICH, KEYS, {"inputs": ("shop",), "group": "shop"}, ("shop",), ("sold",)),
+    ],
+)
+def test_roles_are_those_of_the_keys_and_of_the_configuration(  # noqa: PLR0913, PLR0917
+    features, keys, section, inputs, targets, tmp_path
+):
+    found = of(features, keys, tmp_path, **section)
+    assert (found.inputs, found.targets) == (inputs, targets)
+    weight = "weight" if keys == ("x", "y", "weight") else ""
+    assert found.weight == section.get("weight", weight)
+    assert found.group == section.get("group", "")
 
 
 def test_a_feature_is_itself_before_those_below_it():
     names = ["a", "a/b", "c/d"]
     assert find("label", ["a"], names, "t.csv") == ("a",)
     assert find("inputs", ["c", "a/b"], names, "t.csv") == ("c/d", "a/b")
-
-
-def test_another_label_leaves_the_inputs_of_the_dataset(tmp_path):
-    assert of(RICH, KEYS, tmp_path, label="price").inputs == ("rows/age", "rows/fare", "rows/name")
-
-
-def test_a_label_that_was_an_input_is_none_any_more(tmp_path):
-    found = of(RICH, KEYS, tmp_path, label="rows/fare", weight="rows/age")
-    assert found.inputs == ("rows/name",)
-
-
-def test_label_weight_and_group_are_no_inputs_by_default(tmp_path):
-    features = {name: each for name, each in RICH.items() if name != "words"}
-    found = of(features, None, tmp_path, label="price", weight="times", group="shop")
-    assert found.inputs == ("rows/age", "rows/fare", "rows/name", "sold")
-
-
-def test_weight_and_group_may_be_inputs_where_they_are_named_so(tmp_path):
-    found = of(RICH, KEYS, tmp_path, inputs=("times", "shop"), weight="times", group="shop")
-    assert found.inputs == ("times", "shop")
-
-
-def test_supervised_keys_may_name_several_labels(selected):
-    found = selected("TwoLabels")
-    assert (found.inputs, found.targets) == (("x",), ("label", "number"))
 
 
 @pytest.mark.parametrize(
@@ -236,25 +192,26 @@ def test_a_dataset_that_leaves_a_role_open_asks_for_its_key(keys, message, tmp_p
     assert str(caught.value).startswith(message)
 
 
-def test_a_dataset_of_texts_alone_needs_a_builder(tmp_path):
-    texts = {"text": tfds.features.Text(), "summary": tfds.features.Text()}
-    with pytest.raises(ConfigError, match=r"'summary' of made is a string.*package.module:Builder"):
-        of(texts, ("text", "summary"), tmp_path)
+TEXTS = {"text": tfds.features.Text(), "summary": tfds.features.Text()}
 
 
-def test_a_label_alone_is_no_dataset(tmp_path):
-    with pytest.raises(UserError, match="made has only label, so no input remains"):
-        of({"label": np.int64}, None, tmp_path)
-
-
-def test_of_many_features_a_message_names_some(tmp_path):
-    features = {f"f{number}": np.float32 for number in range(50)}
-    with pytest.raises(ConfigError, match=r"f0, f1, .*, f19 and 30 more\)"):
-        of(features, None, tmp_path)
+@pytest.mark.parametrize(
+    ("features", "keys", "message"),
+    [
+        (TEXTS, (*TEXTS,), r"'summary' of made is a string.*package.module:Builder"),
+        ({"label": np.int64}, None, "made has only label, so no input remains"),
+        ({f"f{n}": np.float32 for n in range(50)}, None, r"f0, f1, .*, f19 and 30 more\)"),
+    ],
+)
+def test_features_that_are_no_dataset_are_refused(features, keys, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        of(features, keys, tmp_path)
 
 
 LABELS = {
     "class": (tfds.features.ClassLabel(names=["a", "b"]), ((), "int64", "int", 2)),
+    "numbered": (tfds.features.ClassLabel(num_classes=2), ((), "int64", "int", 2)),
+    "without classes": (tfds.features.ClassLabel(), ((), "int64", "int", 0)),
     "whole": (np.int32, ((), "int32", "int", 0)),
     "bool": (np.bool_, ((), "bool", "int", 0)),
     "float": (np.float32, ((), "float32", "float", 0)),
@@ -280,7 +237,8 @@ LABELS = {
 def test_a_label_may_have_any_form(label, expected, tmp_path):
     spec = of({"x": np.float32, "label": label}, ("x", "label"), tmp_path).specs["label"]
     assert (spec.shape, spec.dtype, spec.stored, spec.num_classes) == expected
-    assert spec.labels == (("a", "b") if spec.num_classes else ())
+    names = ("0", "1") if label is LABELS["numbered"][0] else ("a", "b")
+    assert spec.labels == (names if spec.num_classes else ())
 
 
 def test_features_without_names_are_refused(tmp_path):

@@ -68,20 +68,17 @@ def test_a_shape_that_is_not_fixed_is_asked_for_with_an_example(feature, form, e
     assert message.endswith(f"; set data.shapes to {example} or other sizes")
 
 
-def test_what_is_asked_for_is_taken(ragged):
-    with pytest.raises(ConfigError, match=r"\{sound: \[10\], words: \[64\]\} or other sizes"):
-        ragged(inputs=("sound", "words"), label="tags")
-    found = ragged(inputs=("sound", "words"), label="tags", shapes={"sound": (10,), "words": (64,)})
-    assert found.specs["sound"].shape == (10,)
-
-
-def test_what_is_set_stays_in_the_example(ragged):
+@pytest.mark.parametrize(("set_", "asked"), [({}, 10), ({"sound": (5,)}, 5)])
+def test_what_is_asked_for_is_taken_and_what_is_set_stays_in_the_example(ragged, set_, asked):
+    roles = {"inputs": ("sound", "words"), "label": "tags"}
     expected = (
-        r"\{sound: \[5\], words: \[64\]\} or other sizes; 'tags' is read as a set of classes or, "
-        "if you set a length, as one class at each position$"
+        rf"\{{sound: \[{asked}\], words: \[64\]\}} or other sizes; 'tags' is read as a set of "
+        "classes or, if you set a length, as one class at each position$"
     )
     with pytest.raises(ConfigError, match=expected):
-        ragged(inputs=("sound", "words"), label="tags", shapes={"sound": (5,)})
+        ragged(**roles, shapes=set_)
+    found = ragged(**roles, shapes={"sound": (asked,), "words": (64,)})
+    assert found.specs["sound"].shape == (asked,)
 
 
 @pytest.mark.parametrize(
@@ -181,31 +178,28 @@ def by_numpy(example):
     }
 
 
-def test_an_image_keeps_its_brightness_and_its_type():
+def resized(image, *shape, method="resize"):
+    fit = Fit(method=method, shape=shape, dtype=image.dtype.name)
+    return fit_value(fit, tf.constant(image)).numpy()
+
+
+def test_an_image_keeps_its_brightness():
     image = np.full((7, 5, 3), 200, np.uint8)
     image[:, :2] = 100
-    fit = Fit(method="resize", shape=(14, 10, 3), dtype="uint8")
-    large = fit_value(fit, tf.constant(image)).numpy()
-    assert (large.shape, large.dtype) == ((14, 10, 3), np.uint8)
-    assert abs(large.mean() - image.mean()) < 2
+    assert abs(resized(image, 14, 10, 3).mean() - image.mean()) < 2
     # At a quarter of the size, each pixel is the mean of sixteen pixels.
     checks = np.indices((16, 16)).sum(0)[..., None] % 2 * np.uint8(255)
-    fit = Fit(method="resize", shape=(4, 4, 1), dtype="uint8")
-    small = fit_value(fit, tf.constant(checks.astype(np.uint8))).numpy()
+    small = resized(checks.astype(np.uint8), 4, 4, 1)
     assert abs(small.astype(int) - 128).max() < 20
 
 
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
-def test_an_image_of_another_type_keeps_its_range(dtype):
-    top = 65535 if dtype == "uint16" else 1.0
-    image = np.full((2, 2, 1), top, dtype)
-    found = fit_value(
-        Fit(method="resize", shape=(3, 5, 1), dtype=dtype), tf.constant(image)
-    ).numpy()
+@pytest.mark.parametrize(("dtype", "top"), [("uint8", 255), ("uint16", 65535), ("float32", 1.0)])
+def test_an_image_keeps_its_type_and_its_range(dtype, top):
+    found = resized(np.full((2, 2, 1), top, dtype), 3, 5, 1)
     assert (found.dtype, found.min(), found.max()) == (np.dtype(dtype), top, top)
 
 
 def test_a_mask_takes_the_nearest_class():
     mask = np.array([[0, 9], [0, 9]], np.uint8)[..., None]
-    found = fit_value(Fit(method="nearest", shape=(4, 4, 1), dtype="uint8"), tf.constant(mask))
-    np.testing.assert_array_equal(found.numpy()[..., 0], [[0, 0, 9, 9]] * 4)
+    found = resized(mask, 4, 4, 1, method="nearest")
+    np.testing.assert_array_equal(found[..., 0], [[0, 0, 9, 9]] * 4)

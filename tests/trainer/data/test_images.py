@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import math
 
 import numpy as np
 import pytest
@@ -10,9 +9,8 @@ import tensorflow as tf
 from PIL import Image
 
 from flotilla.trainer.data import images
-from flotilla.trainer.data.blocks import complete, encode_blocks, parse_blocks
-from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.features.feature_spec import FeatureSpec
+from tests.trainer.data.test_blocks import decode, encode, there_and_back
 
 HEIGHT, WIDTH = 16, 24
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -109,13 +107,8 @@ def test_the_orientation_of_a_camera_is_followed(form, orientation):
     held = picture().transpose(turned[orientation]) if orientation > 1 else picture()
     data = saved(held, form, exif=exif, **({"quality": 95} if form == "JPEG" else {}))
     assert abs(pixels_of(data, 3).astype(int) - expected(picture(), 3)).mean() < 6
-
-
-def test_a_photograph_that_is_turned_stays_small():
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = saved(picture(), "JPEG", exif=exif)
-    assert images.stored_image(data, 3)[:3] == b"\xff\xd8\xff"
+    # A photograph stays small.
+    assert form == "PNG" or images.stored_image(data, 3)[:3] == b"\xff\xd8\xff"
 
 
 @pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG"])
@@ -184,37 +177,18 @@ def test_what_is_stored_always_decodes():
     assert images.decode(spec(3), tf.constant(stored)).shape == (len(stored), HEIGHT, WIDTH, 3)
 
 
-def encode(features, batch, size):
-    table = make_table(features, make_columns(features, batch))
-    return list(encode_blocks(features, table, size))
-
-
-def parse(features, blocks):
-    return complete(features, parse_blocks(features, blocks))
-
-
 def test_records_hold_the_bytes_and_give_pixels():
     data = [saved(picture(), "JPEG"), saved(picture().resize((7, 5)), "PNG")]
-    features = {"image": spec(3)}
-    records = encode(features, {"image": data}, 1)
+    records = encode({"image": spec(3)}, {"image": data}, 1)
     example = tf.train.Example.FromString(records[0])
     assert example.features.feature["image"].bytes_list.value[:] == data[:1]
-    read = parse(features, tf.constant(records))["image"]
-    assert read.shape == (2, HEIGHT, WIDTH, 3)
-    assert read.dtype == tf.uint8
+    read = decode({"image": spec(3)}, records)["image"]
+    assert (read.shape, read.dtype) == ((2, HEIGHT, WIDTH, 3), tf.uint8)
 
 
 def test_pixels_can_be_written_as_well():
     draw = np.random.RandomState(0)
     for channels in MODES:
         pixels = draw.randint(0, 256, (2, HEIGHT, WIDTH, channels)).astype(np.uint8)
-        records = encode({"image": spec(channels)}, {"image": pixels}, 2)
-        read = parse({"image": spec(channels)}, tf.constant(records))["image"]
+        read = there_and_back({"image": spec(channels)}, {"image": pixels})["image"]
         np.testing.assert_array_equal(read.numpy(), pixels)
-
-
-def test_the_shape_is_known_in_a_graph():
-    records = tf.data.Dataset.from_tensors(b"").batch(1)
-    element = records.map(lambda batch: parse({"image": spec(3)}, batch)).element_spec
-    assert element["image"].shape.as_list() == [None, HEIGHT, WIDTH, 3]
-    assert math.prod(element["image"].shape[1:]) == HEIGHT * WIDTH * 3

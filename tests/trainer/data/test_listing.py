@@ -51,17 +51,16 @@ def place(request):
 
 def test_a_folder_is_all_below_it_but_for_what_is_hidden(folder):
     at = folder("b/c.csv", "a.csv", "_SUCCESS", ".a.csv.crc", "a.csv.crc", "_temporary/0/x.csv")
+    # A link to a folder above is no loop.
+    (at / "loop").symlink_to(at)
+    (at / "dangling").symlink_to(at / "nowhere")
     found = listed(at)
     assert paths(found) == ["a.csv", "b/c.csv"]
     assert [storage.local_path(file.uri) for file in found.files] == [at / "a.csv", at / "b/c.csv"]
     assert Listing.from_json(found.to_json(), "here") == found
-
-
-def test_spans_come_in_their_order_and_not_in_that_of_their_names(folder):
-    at = folder("s-9.csv", "s-0010.csv", "s-2.csv")
-    found = listed(at / "s-{SPAN}.csv")
-    assert list(found.spans) == ["2", "9", "10"]
-    assert [file.span for file in found.files] == ["2", "9", "10"]
+    for data in (b"", b"x", b"\x1f\x8b"):
+        with pytest.raises(UserError, match="here is not a listing of this version"):
+            Listing.from_json(data, "here")
 
 
 def test_splits_have_files_of_their_own(folder):
@@ -142,13 +141,6 @@ def test_a_folder_without_permission_is_named(folder, monkeypatch):
         listed(at)
 
 
-def test_a_link_to_a_folder_above_has_no_end_and_is_no_loop(folder):
-    at = folder("a.csv")
-    (at / "loop").symlink_to(at)
-    (at / "dangling").symlink_to(at / "nowhere")
-    assert paths(listed(at)) == ["a.csv"]
-
-
 def test_a_pattern_that_matches_nothing_says_what_is_there(folder):
     at = folder("a.csv", "b.csv", "c.csv", "d.csv")
     with pytest.raises(UserError) as error:
@@ -156,17 +148,6 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(folder):
     assert "such as 'a.csv', 'b.csv', 'c.csv'; change" in str(error.value)
     with pytest.raises(UserError, match="there is nothing at"):
         listed(at / "nowhere")
-
-
-@pytest.mark.parametrize("data", [b"", b"x", b"\x1f\x8b"])
-def test_a_damaged_listing_is_one_line(data):
-    with pytest.raises(UserError, match="here is not a listing of this version"):
-        Listing.from_json(data, "here")
-
-
-def test_spans_are_asked_for_where_there_are_some(folder):
-    with pytest.raises(UserError, match=r"data\.spans: 3, but no file of data\.source has a span"):
-        select_spans(listed(folder("a.csv")), "3", {})
 
 
 def test_two_spellings_of_a_span_are_one_line(folder):
@@ -190,9 +171,13 @@ def test_a_span_is_written_once(folder, pattern):
 @pytest.mark.parametrize(
     ("spans", "taken"), [("newest", ["10"]), ("2", ["9", "10"]), ("9", ["2", "9", "10"])]
 )
-def test_the_newest_spans(folder, spans, taken):
-    found = listed(folder("s-9.csv", "s-10.csv", "s-2.csv") / "s-{SPAN}.csv")
+def test_spans_come_in_their_order_and_the_newest_are_taken(folder, spans, taken):
+    at = folder("s-9.csv", "s-0010.csv", "s-2.csv")
+    found = listed(at / "s-{SPAN}.csv")
+    assert list(found.spans) == [file.span for file in found.files] == ["2", "9", "10"]
     assert list(select_spans(found, spans, {}).spans) == taken
+    with pytest.raises(UserError, match=r"data\.spans: 3, but no file of data\.source has a span"):
+        select_spans(listed(at), "3", {})
 
 
 def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):

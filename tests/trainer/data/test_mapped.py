@@ -98,9 +98,52 @@ def everything(source):
 def refusal(function, **options):
     with pytest.raises(UserError) as caught:
         everything(mapped(function, **options))
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+NO_SHAPE = ("data.shapes: examples of data.map", "'tokens' (int64 of shape (None,))")
+NO_BATCH = ("1 values of 'size' for 50 examples", "example 0 of part 0 (train)")
+NO_IMAGE = ("data.image: the function of data.map returns images",)
+FAILED = ("ZeroDivisionError", "mapping.py:", "for example 7 of part 0 (train)")
+NO_TYPE = ("returns 'x' as a string for some rows and as a number for others", "7 of part 0")
+LATER = "(example 140 of part 1 (train))"
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "words"),
+    [
+        ("tokens", {}, NO_SHAPE),
+        ("nothing", {}, ("returns None for every row",)),
+        ("too_few", {}, NO_BATCH),
+        ("picture", {"types": {"x": "image"}}, NO_IMAGE),
+        ("picture", {"types": {"z": "int"}}, ("data.types: 'z' is neither in",)),
+        ("divides", {}, FAILED),
+        # The first examples have to agree, and later ones have to be like them.
+        ("turns_into_text_soon", {}, NO_TYPE),
+        ("turns_into_text", {}, ("'x' as string, but as float32 for the first examples", LATER)),
+        ("grows", {}, ("'x' with shape (3,), but with shape (2,) for the first examples;", LATER)),
+        ("loses_one", {}, ("but returned no 'y'", LATER)),
+        ("a_list", {}, ("returns a value of type list, not a dict of values by name",)),
+        ("no_value", {}, ("returns None for 'x'; return NaN",)),
+    ],
+)
+def test_what_is_no_dataset_is_one_line(function, options, words):
+    message = refusal(function, **options)
+    assert not [word for word in words if word not in message]
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "name", "dtype", "classes"),
+    [
+        ("whole_then_broken", {}, "x", "float32", 0),
+        ("odd_ones_left_out", {"label": ["x"], "types": {"x": "int"}}, "x", "int64", 0),
+        ("loses_one", {"examples": 300, "types": {"y": "class"}}, "y", "int64", 3),
+    ],
+)
+def test_types_are_inferred_or_those_that_are_said(function, options, name, dtype, classes):
+    selection, _, _ = everything(mapped(function, **options))
+    assert (selection.specs[name].dtype, selection.specs[name].num_classes) == (dtype, classes)
 
 
 def test_one_example_at_a_time():
@@ -112,12 +155,6 @@ def test_one_example_at_a_time():
     assert found[3]["tokens"].tolist() == [2, 2, 2, 2]
     assert {each["first"] for each in found} == {"äh".encode()}
     assert splits == [n % 3 for n in range(EXAMPLES)]
-
-
-def test_lengths_that_differ_ask_for_a_shape():
-    message = refusal("tokens")
-    assert "data.shapes: examples of data.map" in message
-    assert "'tokens' (int64 of shape (None,))" in message
 
 
 def test_a_fixed_shape_cuts_and_pads():
@@ -142,19 +179,9 @@ def test_examples_may_be_left_out():
     assert splits == [n % 3 for n in range(EXAMPLES) if n % 2]
 
 
-def test_all_left_out():
-    assert "returns None for every row" in refusal("nothing")
-
-
 def test_a_batch_at_a_time():
     _, found, _ = everything(mapped("tokens_of_all"))
     assert [each["size"] for each in found[:4]] == [2, 5, 8, 11]
-
-
-def test_a_batch_keeps_its_number_of_examples():
-    message = refusal("too_few")
-    assert "1 values of 'size' for 50 examples" in message
-    assert "example 0 of part 0 (train)" in message
 
 
 def test_labels_that_are_texts_become_classes():
@@ -163,70 +190,12 @@ def test_labels_that_are_texts_become_classes():
     assert [each["label"] for each in found[:4]] == [0, 1, 2, 0]
 
 
-def test_numbers_that_are_said_to_be_classes():
-    options = {"label": ["number"], "types": {"number": "class"}}
-    source = mapped("odd_ones_left_out", **{**options, "label": ["x"], "types": {"x": "int"}})
-    selection, _, _ = everything(source)
-    assert selection.specs["x"].dtype == "int64"
-    selection, _, _ = everything(mapped("loses_one", examples=300, types={"y": "class"}))
-    assert selection.specs["y"].num_classes == 3
-
-
 @pytest.mark.parametrize(("options", "stored"), [({}, "raw"), ({"types": {"x": "image"}}, "image")])
 def test_pictures(options, stored):
     size = {"size": [3, 4]} if options else {}
     selection, found, _ = everything(mapped("picture", examples=20, image=size, **options))
     assert selection.specs["x"].stored == stored
     assert found[7]["x"].tolist() == np.full((3, 4, 3), 7).tolist()
-
-
-def test_an_image_needs_a_size():
-    assert "data.image: the function of data.map returns images" in refusal(
-        "picture", types={"x": "image"}
-    )
-
-
-def test_an_error_names_the_example_and_the_line():
-    message = refusal("divides")
-    assert "ZeroDivisionError" in message
-    assert "mapping.py:" in message
-    assert "for example 7 of part 0 (train)" in message
-
-
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [
-        ("turns_into_text", "returns 'x' as string, but as float32 for the first examples"),
-        ("grows", "returns 'x' with shape (3,), but with shape (2,) for the first examples;"),
-        ("loses_one", "but returned no 'y'"),
-        ("whole_then_broken", ""),
-    ],
-)
-def test_later_examples_have_to_be_like_the_first(function, what):
-    if not what:
-        selection, _, _ = everything(mapped(function))
-        assert selection.specs["x"].dtype == "float32"
-        return
-    message = refusal(function)
-    assert what in message
-    assert "(example 140 of part 1 (train))" in message
-
-
-def test_the_first_examples_have_to_agree():
-    message = refusal("turns_into_text_soon")
-    assert "returns 'x' as a string for some rows and as a number for others" in message
-    assert "example 7 of part 0" in message
-
-
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [
-        ("a_list", "returns a value of type list, not a dict of values by name"),
-        ("no_value", "returns None for 'x'; return NaN"),
-    ],
-)
-def test_what_is_no_example(function, what):
-    assert what in refusal(function)
 
 
 @pytest.mark.parametrize(
@@ -243,10 +212,6 @@ def test_a_function_that_is_not_there(name, what):
     with pytest.raises(ConfigError, match=r"data\.map: ") as caught:
         MappedSource(Numbers(), config).select()
     assert what in str(caught.value)
-
-
-def test_types_of_neither():
-    assert "data.types: 'z' is neither in" in refusal("picture", types={"z": "int"})
 
 
 @pytest.fixture

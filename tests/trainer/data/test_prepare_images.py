@@ -24,34 +24,11 @@ from tests.trainer.data import made_builders as builders
 HERE = "tests.trainer.data.mapping"
 
 
-def test_texts_of_tfds_become_sequences(prepared, contents):
-    dataset = prepared("Pictures", map=f"{HERE}:letters", shapes={"letters": (0,)})
-    spec = DatasetSpec.from_manifest(dataset.manifest)
-    assert spec.inputs == ("letters",)
-    assert spec.features["label"].labels == ("cat", "dog", "eel")
-    found = contents(dataset, "test")
-    for row, length in zip(found["letters"], found["letters_length"], strict=True):
-        text = "".join(map(chr, row[:length]))
-        assert text.startswith("example ")
-        assert text.endswith(" äß")
-        assert not row[length:].any()
-
-
-def test_half_of_the_examples(prepared):
-    spec = DatasetSpec.from_manifest(prepared("Small", map=f"{HERE}:odd_ones_left_out").manifest)
-    assert sum(map(spec.examples, ("train", "validation", "test"))) == 25
-
-
 def test_every_feature_reaches_the_function(prepared, contents):
     dataset = prepared("Everything", map=f"{HERE}:all_of_it")
     found = contents(dataset, "test")
     assert (found["count"] == 15).all()
     assert found["image"].shape[1:] == (4, 5, 3)
-
-
-def test_too_few_are_left_for_the_shards(prepared):
-    with pytest.raises(UserError, match=r"data\.shards: .* into 30 shards"):
-        prepared("Small", map=f"{HERE}:odd_ones_left_out", shards=30)
 
 
 @pytest.mark.slow
@@ -63,14 +40,6 @@ def test_other_processes_call_the_function_as_well(prepared, contents, monkeypat
     first, second = contents(alone, "test"), contents(several, "test")
     for name, values in first.items():
         assert sorted(map(str, values.tolist())) == sorted(map(str, second[name].tolist()))
-
-
-def test_an_error_of_the_function_names_example_and_line(prepared):
-    with pytest.raises(UserError) as error:
-        prepared("Small", map=f"{HERE}:divides")
-    assert "ZeroDivisionError: division by zero" in str(error.value)
-    assert "mapping.py:" in str(error.value)
-    assert "for example" in str(error.value)
 
 
 SIZE = {"size": [4, 5]}
@@ -111,11 +80,6 @@ class PictureOfLabels(builders.Small):
 
 def own(prepared, name, **options):
     return prepared("", dataset=f"{__name__}:{name}", **options)
-
-
-def bytes_of_shards(dataset):
-    files = dataset.manifest.files
-    return sum(file.bytes for file in files if file.path.endswith(".tfrecord"))
 
 
 @pytest.mark.slow
@@ -175,17 +139,8 @@ def test_an_image_that_is_torn_names_its_split(prepared):
         own(prepared, "Torn", image={"size": [6, 8]})
 
 
-def test_a_size_of_its_own_is_stored_decoded(prepared):
-    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no encoded image"):
-        prepared("VariableImage", image=SIZE, shapes={"picture": (2, 2, 3)})
-
-
-def test_masks_are_no_images_to_be_resized(prepared):
+def test_masks_and_images_of_a_size_of_their_own_are_stored_decoded(prepared):
     with pytest.raises(ConfigError, match=r"leave data\.image out"):
         own(prepared, "PictureOfLabels", image=SIZE)
-
-
-def test_shards_are_smaller(prepared):
-    decoded = own(prepared, "Photographs", shapes={"photo/picture": (20, 20, 3)})
-    encoded = own(prepared, "Photographs", image={"size": [20, 20]})
-    assert bytes_of_shards(encoded) < bytes_of_shards(decoded)
+    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no encoded image"):
+        prepared("VariableImage", image=SIZE, shapes={"picture": (2, 2, 3)})

@@ -23,51 +23,36 @@ def count(found, which):
     return sum(int((targets == which).sum()) for targets in found.values())
 
 
-def test_a_share_of_training_becomes_validation():
-    found = drawn({"train": 100, "test": 20})
-    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [90, 10, 20]
+OWN = {"train": 100, "test": 20, "validation": 30}
 
 
-def test_one_is_a_count():
-    assert count(drawn({"train": 100, "test": 20}, validation=1), VALIDATION) == 1
-
-
-@pytest.mark.parametrize(("share", "examples"), [(0.999, 999), (0.001, 1), (1e-9, 1), (0.0125, 12)])
-def test_a_share_is_rounded_and_never_to_nothing(share, examples):
-    assert count(drawn({"train": 1000, "test": 1}, validation=share), VALIDATION) == (examples)
-
-
-def test_no_validation():
-    found = drawn({"train": 100, "test": 20}, validation=0)
-    assert count(found, VALIDATION) == 0
-    assert "validation" not in shards_of(found, 2)
-
-
-def test_the_sources_own_validation_split_is_used_whole():
-    found = drawn({"train": 100, "test": 20, "validation": 30})
-    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [100, 30, 20]
-    assert (found["validation"] == VALIDATION).all()
-
-
-def test_no_validation_leaves_the_sources_own_out():
-    found = drawn({"train": 100, "test": 20, "validation": 30}, validation=0)
-    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [100, 0, 20]
-
-
-def test_the_sources_validation_is_the_test_where_there_is_no_other():
-    found = drawn({"train": 100, "validation": 30})
-    assert (found["validation"] == TEST).all()
-    assert count(found, VALIDATION) == 10
-
-
-def test_an_empty_test_split_is_none():
-    assert (drawn({"train": 100, "test": 0, "validation": 30})["validation"] == TEST).all()
-
-
-def test_test_is_drawn_from_training_as_large_as_validation():
-    found = drawn({"train": 100, "unsupervised": 50}, validation=0.2)
-    assert set(found) == {"train"}
-    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [60, 20, 20]
+@pytest.mark.parametrize(
+    ("sizes", "validation", "counts"),
+    [
+        ({"train": 100, "test": 20}, 0.1, [90, 10, 20]),
+        # From 1 on, it is a count. A share is rounded, and never to nothing.
+        ({"train": 100, "test": 20}, 1, [99, 1, 20]),
+        ({"train": 1000, "test": 1}, 0.999, [1, 999, 1]),
+        ({"train": 1000, "test": 1}, 0.001, [999, 1, 1]),
+        ({"train": 1000, "test": 1}, 1e-9, [999, 1, 1]),
+        ({"train": 1000, "test": 1}, 0.0125, [988, 12, 1]),
+        ({"train": 100, "test": 20}, 0, [100, 0, 20]),
+        # The source's own validation split is used whole, left out, or the test if there is none.
+        (OWN, 0.1, [100, 30, 20]),
+        (OWN, 0, [100, 0, 20]),
+        ({"train": 100, "validation": 30}, 0.1, [90, 10, 30]),
+        ({**OWN, "test": 0}, 0.1, [90, 10, 30]),
+        # Without both, a test split as large as validation is drawn.
+        ({"train": 100, "unsupervised": 50}, 0.2, [60, 20, 20]),
+    ],
+)
+def test_splits_are_those_of_the_source_or_drawn(sizes, validation, counts):
+    found = drawn(sizes, validation=validation)
+    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == counts
+    assert "unsupervised" not in found
+    if "validation" in sizes and validation:
+        assert (found["validation"] == (VALIDATION if sizes.get("test") else TEST)).all()
+    assert ("validation" in shards_of(found, 1)) == bool(counts[1])
 
 
 def test_the_draw_follows_the_seed():
@@ -110,27 +95,25 @@ def test_what_cannot_be_split_is_refused(sizes, options, words):
     assert not [word for word in words if word not in message]
 
 
-def test_nothing_to_train_on_is_refused():
+def test_what_cannot_be_sharded_is_refused():
     with pytest.raises(UserError, match=r"^data\.splits: one has no example to train on; add rows"):
         shard_counts("one", {"train": 0, "validation": 0, "test": 1}, 8)
-
-
-def test_more_shards_than_examples_are_refused():
     with pytest.raises(UserError, match=r"9 training .* into 10 shards; .* to 9 or less"):
         shards_of(drawn({"train": 10, "test": 1}), 10)
 
 
-def test_as_many_shards_as_examples_is_the_most():
-    assert shards_of(drawn({"train": 10, "test": 5}, validation=1), 9)["train"] == 9
-
-
-def test_other_splits_get_shards_of_the_same_size():
-    found = drawn({"train": 60_000, "test": 10_000}, validation=5000)
-    assert shards_of(found, 8) == {"train": 8, "validation": 1, "test": 2}
-
-
-def test_no_split_has_more_shards_than_training():
-    assert shards_of(drawn({"train": 100, "test": 10_000}), 4)["test"] == 4
+@pytest.mark.parametrize(
+    ("sizes", "validation", "shards", "expected"),
+    [
+        ({"train": 10, "test": 5}, 1, 9, [9, 1, 5]),
+        # Shards of other splits have about the same size.
+        ({"train": 60_000, "test": 10_000}, 5000, 8, [8, 1, 2]),
+        # No split has more shards than training.
+        ({"train": 100, "test": 10_000}, 0.1, 4, [4, 1, 4]),
+    ],
+)
+def test_the_number_of_shards(sizes, validation, shards, expected):
+    assert [*shards_of(drawn(sizes, validation=validation), shards).values()] == expected
 
 
 @settings(deadline=None, max_examples=60)

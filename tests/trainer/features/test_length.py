@@ -52,12 +52,9 @@ def test_validations_are_not_too_many_nor_too_few():
     assert tiny.validate_every == length.LEAST_STEPS
     assert tiny.steps == length.LEAST_CEILING
     assert large.validate_every == 326, "three in an epoch of 977 steps"
-
-
-def test_without_validation_it_is_short_and_never_ends_early():
+    # Without validation, training is short and never ends early.
     training = resolve(of(data={"source": "/t.csv", "validation": 0}), Splits(4_000, 0)).training
-    assert training.patience == 0
-    assert training.steps == 1_250
+    assert (training.patience, training.steps) == (0, 1_250)
 
 
 def test_what_is_said_is_kept():
@@ -72,9 +69,6 @@ def test_what_is_said_is_kept():
         "name": "sgd", "learning_rate": 0.5, "args": {},
     }  # fmt: skip
     assert (training.schedule.name, training.schedule.warmup_steps) == ("cosine", 0)
-
-
-def test_a_number_of_steps_means_what_it_meant():
     assert of({"steps": 300}).training == parse_config({"training": {"steps": 300}}).training
 
 

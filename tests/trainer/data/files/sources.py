@@ -3,43 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.features import Selection
 from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.data.listing import Listing, list_source
 from flotilla.trainer.features.dataset_spec import SPLITS
 
 
-@dataclass(frozen=True)
-class File:
-    path: str
-    uri: str
-    size: int
-    tag: str = ""
-    span: str = ""
-    split: str = ""
-
-
-@dataclass(frozen=True)
-class Listed:
-    root: str
-    files: tuple[File, ...]
-    digest: str = "digest"
-    hidden: Mapping[str, int] = field(default_factory=dict)
-
-
-def listed(folder: Path) -> Listed:
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = (File(str(p.relative_to(folder)), storage.uri_of(p), p.stat().st_size) for p in paths)
-    return Listed(storage.uri_of(folder), tuple(files))
+def listed(folder: Path) -> Listing:
+    return list_source(DataConfig(source=str(folder)))
 
 
 def source(folder: Path, **keys: Any) -> FileSource:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,10 @@ import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 
+from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.data.files.file_source import FileSource
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from tests.trainer.data.files.sources import opened, sizes, source
+from tests.trainer.data.files.sources import listed, opened, sizes, source
 
 
 def write(folder: Path, **files: str) -> None:
@@ -75,12 +78,6 @@ def test_files_of_a_contest(tmp_path: Path) -> None:
 
 
 def listed_as(folder: Path, named: dict[str, str]) -> Any:
-    from dataclasses import replace  # noqa: PLC0415
-
-    from flotilla.trainer.config.data import DataConfig  # noqa: PLC0415
-    from flotilla.trainer.data.files.file_source import FileSource  # noqa: PLC0415
-    from tests.trainer.data.files.sources import listed  # noqa: PLC0415
-
     found = listed(folder)
     files = tuple(replace(f, split=named[f.path]) for f in found.files if f.path in named)
     config = DataConfig.model_validate({"source": str(folder)})

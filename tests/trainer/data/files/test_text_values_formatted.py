@@ -15,8 +15,6 @@ from flotilla.trainer.data.files import text_values
 from flotilla.trainer.runtime.errors import UserError
 from tests.trainer.data.files.sources import opened
 
-NEITHER = "neither"
-
 
 def read(kind: str, text: str, unit: str = "") -> float | None:
     values, bad = text_values.formatted_numbers(kind, pa.array([text]), unit)

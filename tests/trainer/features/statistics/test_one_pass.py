@@ -73,73 +73,51 @@ def test_any_bytes_survive_the_state():
     assert restored(BoundedCounter(10), 10).counts() == {}
 
 
+def moments(*parts):
+    found = Moments()
+    for part in parts:
+        found.add(part)
+    assert np.ndim(found.mean) or Moments(*found.state()) == found
+    return found
+
+
 @pytest.mark.parametrize("cuts", [(), (1,), (0, 500), (10, 11, 12)])
 def test_they_are_those_of_all_numbers(cuts):
     values = np.random.default_rng(0).normal(3, 2, 1000)
     found = Moments()
     for part in np.split(values, cuts):
-        one = Moments()
-        one.add(part)
-        found.merge(one)
+        found.merge(moments(part))
     assert (found.count, found.least, found.most) == (1000, values.min(), values.max())
     assert found.mean == pytest.approx(values.mean())
     assert found.std == pytest.approx(values.std())
 
 
-def test_a_large_mean_costs_no_digits():
-    found = Moments()
-    for part in np.split(1e9 + np.arange(100.0), 4):
-        found.add(part)
-    assert found.std == pytest.approx(np.arange(100.0).std(), rel=1e-6)
-
-
-def test_a_constant_has_no_deviation():
-    found = Moments()
-    for _ in range(3):
-        found.add(np.full(7, 0.1))
-    assert found.std == 0
-
-
-def test_they_go_on_from_their_state():
-    found = Moments()
-    found.add(np.array([1.0, 2.0]))
-    assert Moments(*found.state()) == found
-
-
-def test_moments_of_large_integers_have_the_spread_of_their_last_digits():
-    values = np.int64(10**18) + np.arange(1000)
-    found = Moments()
-    found.add(values[:500])
-    found.add(values[500:])
-    np.testing.assert_allclose(found.std, np.arange(1000).std(), rtol=0.2)
-    alone = Moments()
-    alone.add(values)
-    np.testing.assert_allclose(alone.std, np.arange(1000).std())
-    wide = Moments()
-    wide.add(np.array([-(2**63), 2**63 - 1]))
-    np.testing.assert_allclose(wide.std, 2.0**63)
+@pytest.mark.parametrize(
+    ("parts", "std", "tolerance"),
+    [
+        # A large mean costs no digits, and a constant has no deviation.
+        (np.split(1e9 + np.arange(100.0), 4), np.arange(100.0).std(), 1e-6),
+        ([np.full(7, 0.1)] * 3, 0, 0),
+        # Large integers have the spread of their last digits.
+        (np.split(np.int64(10**18) + np.arange(1000), 2), np.arange(1000).std(), 0.2),
+        ([np.int64(10**18) + np.arange(1000)], np.arange(1000).std(), 1e-7),
+        ([np.array([-(2**63), 2**63 - 1])], 2.0**63, 1e-7),
+        ([np.array([np.nan, -np.inf])], 0, 0),
+    ],
+)
+def test_the_deviation_keeps_its_digits(parts, std, tolerance):
+    np.testing.assert_allclose(moments(*parts).std, std, rtol=tolerance)
 
 
 @pytest.mark.parametrize("kind", [np.float32, np.int64])
 def test_moments_of_vectors_are_those_of_each_element(monkeypatch, kind):
     monkeypatch.setattr(one_pass, "_PART", 100)
     values = np.random.default_rng(0).normal(5, 100, (200, 3)).astype(kind)
-    found = Moments()
-    found.add(values[:50])
-    found.add(values[50:])
-    again = Moments(*map(np.array, found.state()))
+    again = Moments(*map(np.array, moments(values[:50], values[50:]).state()))
     np.testing.assert_allclose(again.mean, values.mean(0, np.float64), rtol=1e-6)
     np.testing.assert_allclose(again.std, values.std(0, np.float64), rtol=1e-6)
     assert again.least.tolist() == values.min(0).tolist()
-
-
-def test_what_is_not_finite_is_left_out():
-    values = np.array([[1.0, np.nan], [3.0, np.inf], [5.0, 2.0]])
-    found = Moments()
-    found.add(values)
-    assert found.count.tolist() == [3, 1]
-    assert found.mean.tolist() == [3, 2]
+    # Values that are not finite are left out.
+    found = moments(np.array([[1.0, np.nan], [3.0, np.inf], [5.0, 2.0]]))
+    assert (found.count.tolist(), found.mean.tolist()) == ([3, 1], [3, 2])
     assert (found.least.tolist(), found.most.tolist()) == ([1, 2], [5, 2])
-    alone = Moments()
-    alone.add(np.array([np.nan, -np.inf]))
-    assert (alone.count, alone.std) == (0, 0)

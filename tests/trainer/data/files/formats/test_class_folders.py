@@ -100,11 +100,9 @@ def test_without_a_folder_of_validation_it_is_drawn_from_training(tmp_path: Path
     for i in range(90):
         picture(tmp_path / ("train" if i < 60 else "test") / "ab"[i % 2] / f"{i}.png", i)
     _, found = opened(tmp_path)
-    value = found["image"][:, 3, 3, 0].astype(int)
-    assert {s for v, s in zip(value, found["split"], strict=True) if v < 60} == {
-        "train", "validation",
-    }  # fmt: skip
-    assert {s for v, s in zip(value, found["split"], strict=True) if v >= 60} == {"test"}
+    is_drawn = found["image"][:, 3, 3, 0] < 60
+    assert {*np.array(found["split"])[is_drawn]} == {"train", "validation"}
+    assert {*np.array(found["split"])[~is_drawn]} == {"test"}
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,11 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
             "FILE, row 1: the header has 3 names (n, word, kind), but 2 of the first 2 rows have 2 "
             "values, such as row 2; remove the extra names, or add the missing values",
         ),
+        ("", "FILE is empty; write a header and rows"),
+        ("1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
+        ("a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
+        ("a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
+        ("a\0b,c\n", "FILE is not a CSV file, because it has binary data; set data.format"),
         ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of fixed width"),
         ('{"x": 1, "y": 2}\n{"x": 2, "y": 3}\n', "FILE is JSON; set data.format: jsonl"),
         ('[\n{"x": 1}\n]', "FILE is JSON; set data.format: jsonl"),
@@ -163,6 +168,10 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
         (b"x,gr\xf6\xdfe\n1,2\n", "FILE, row 1 is not UTF-8; write the file as UTF-8"),
         (b"x,y\r1,2\r3,K\xf6ln\r", "FILE, row 3 is not UTF-8: perhaps 'Köln' in Windows-1252"),
         (b"x,y\n" + b"1,2\n" * 9 + b"3,\x80\n", "FILE, row 11 is not UTF-8"),
+        (
+            b"a,b\n1,x\n2,\xfc\n",
+            "FILE, row 3 is not UTF-8: perhaps 'ü' in Windows-1252; write",
+        ),
     ],
 )
 def test_what_is_laid_out_otherwise_is_one_line(

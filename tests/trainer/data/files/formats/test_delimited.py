@@ -42,34 +42,10 @@ def test_delimiters_are_found(tmp_path: Path) -> None:
         assert csv_records(path) == [{"a": "1", "b,;": "2", "c": "3"}]
 
 
-def test_bom_and_newlines_of_windows(tmp_path: Path) -> None:
-    path = file(tmp_path, "\ufeffa,ü\r\n1,ß\r\n".encode())
-    assert csv_records(path) == [{"a": "1", "ü": "ß"}]
-
-
 def test_newlines_in_quotes(tmp_path: Path) -> None:
     path = file(tmp_path, b'a,"b\nb"\n1,"x\ny"\n\n2,"say ""hi"""\n')
     assert csv_records(path) == [{"a": "1", "b\nb": "x\ny"}, {"a": "2", "b\nb": 'say "hi"'}]
     assert [READER.row(path, Piece(0), number) for number in (0, 1)] == [3, 6]
-
-
-def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
-    assert csv_records(file(tmp_path, b",a\n0,5\n")) == [{"a": "5"}]
-
-
-@pytest.mark.parametrize(
-    ("data", "line"),
-    [
-        (b"", "FILE is empty; write a header and rows"),
-        (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
-        (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
-        (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
-        (b"a\0b,c\n", "FILE is not a CSV file, because it has binary data; set data.format"),
-        (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8: perhaps 'ü' in Windows-1252; write"),
-    ],
-)
-def test_what_is_no_table_is_one_line(tmp_path: Path, data: bytes, line: str) -> None:
-    assert refusal(file(tmp_path, data)).startswith(f"data.source: {line}")
 
 
 def test_a_file_is_cut_at_ends_of_records_only(tmp_path: Path) -> None:
