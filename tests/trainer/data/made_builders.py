@@ -130,14 +130,6 @@ class Pictures(Small):
         return {name: example(number)[name] for name in ("image", "name", "label")}
 
 
-class TrainOnly(Small):
-    sizes: ClassVar = {"train": 40}
-
-
-class TrainAndValidation(Small):
-    sizes: ClassVar = {"train": 40, "validation": 7}
-
-
 class InOrder(Small):
     sizes: ClassVar = {"train": 40, "test": 10}
     in_order = True

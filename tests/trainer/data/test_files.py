@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv as arrow_csv
 import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
@@ -422,19 +423,15 @@ def test_a_partition_goes_before_a_key_of_its_name(tmp_path: Path) -> None:
     assert set(found["k"].tolist()) == {b"a"}
 
 
-def test_a_weight_below_zero_names_its_row(tmp_path: Path) -> None:
-    rows = "".join(f"{i},{i % 2},{-1 if i == 7 else 1}\n" for i in range(60))
-    write(tmp_path, f"x,label,w\n{rows}")
-    with pytest.raises(UserError, match=r"a\.csv, row 9: 'w' is negative or not a number \('-1'"):
-        opened(tmp_path, weight="w")
-    _, found = opened(tmp_path, weight="w", bad_rows=0.1)
-    assert len(found["x"]) == 59
-
-
-def test_a_float32_weight_below_zero_is_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_a_weight_below_zero_names_its_row(tmp_path, form):
     weights = pa.array([-1.0 if i == 7 else 1.0 for i in range(60)], pa.float32())
     table = pa.table({"x": range(60), "label": [i % 2 for i in range(60)], "w": weights})
-    pq.write_table(table, tmp_path / "a.parquet")
-    made = source(tmp_path, format="parquet", weight="w", bad_rows=0.1)
+    save = {"csv": arrow_csv.write_csv, "parquet": pq.write_table}[form]
+    save(table, tmp_path / f"a.{form}")
+    row = rf"a\.{form}, row {9 if form == 'csv' else 8}"
+    with pytest.raises(UserError, match=rf"{row}: 'w' is negative or not a number \('-1"):
+        opened(tmp_path, weight="w")
+    made = source(tmp_path, weight="w", bad_rows=0.1)
     assert len(read(made, made.select())["x"]) == 59
     assert "data.bad_rows: 1 of 60 rows are broken and skipped" in " ".join(made.notes())

@@ -157,9 +157,25 @@ def test_one_example_at_a_time():
     assert splits == [n % 3 for n in range(EXAMPLES)]
 
 
-def test_a_fixed_shape_cuts_and_pads():
-    _, found, _ = everything(mapped("tokens", shapes={"tokens": (2,)}))
-    assert [each["tokens"].tolist() for each in found[:3]] == [[2, 0], [2, 2], [2, 2]]
+CUT = {"shapes": {"tokens": (2,)}}
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "name", "values"),
+    [
+        ("tokens", CUT, "tokens", [[2, 0], [2, 2], [2, 2]]),
+        ("odd_ones_left_out", {}, "x", [0.5, 1.5, 2.5]),
+        ("tokens_of_all", {}, "size", [2, 5, 8, 11]),
+        ("names_of_classes", {}, "label", [0, 1, 2, 0]),
+    ],
+)
+def test_results_are_stored(function, options, name, values):
+    selection, found, splits = everything(mapped(function, **options))
+    assert [each[name].tolist() for each in found[: len(values)]] == values
+    taken = range(1, EXAMPLES, 2) if function == "odd_ones_left_out" else range(EXAMPLES)
+    assert splits == [n % 3 for n in taken]
+    if function == "names_of_classes":
+        assert selection.specs["label"].labels == ("class 0", "class 1", "class 2")
 
 
 def test_empty_lists_have_the_type_of_others():
@@ -171,23 +187,6 @@ def test_empty_lists_have_the_type_of_others():
     assert [each["words_length"] for each in found[:4]] == [0, 1, 2, 0]
     assert [each["names"].tolist() for each in found[:3]] == [[b"", b""], [b"b", b""], [b"a", b"a"]]
     assert [each["label"].tolist() for each in found[:3]] == [[0, 0], [1, 0], [1, 1]]
-
-
-def test_examples_may_be_left_out():
-    _, found, splits = everything(mapped("odd_ones_left_out"))
-    assert [each["x"] for each in found] == [n / 2 for n in range(EXAMPLES) if n % 2]
-    assert splits == [n % 3 for n in range(EXAMPLES) if n % 2]
-
-
-def test_a_batch_at_a_time():
-    _, found, _ = everything(mapped("tokens_of_all"))
-    assert [each["size"] for each in found[:4]] == [2, 5, 8, 11]
-
-
-def test_labels_that_are_texts_become_classes():
-    selection, found, _ = everything(mapped("names_of_classes"))
-    assert selection.specs["label"].labels == ("class 0", "class 1", "class 2")
-    assert [each["label"] for each in found[:4]] == [0, 1, 2, 0]
 
 
 @pytest.mark.parametrize(("options", "stored"), [({}, "raw"), ({"types": {"x": "image"}}, "image")])

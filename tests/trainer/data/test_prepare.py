@@ -9,6 +9,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import google_crc32c
@@ -21,6 +23,7 @@ from sklearn.datasets import load_digits
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
+from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.data import prepare as module
 from flotilla.trainer.data.builders import datasets
 from flotilla.trainer.data.prepare import dataset_key, prepare, select_features
@@ -70,7 +73,8 @@ def test_the_manifest(digits):
 
 
 def test_the_splits_are_disjoint_and_complete_and_an_image_keeps_its_label(digits, contents):
-    splits = [contents(digits, split) for split in ("train", "validation", "test")]
+    names = ("train", "validation", "test")
+    splits = [contents(digits, split) for split in names]
     assert splits[0]["image"].shape == (1293, 8, 8, 1)
     source = load_digits()
     images = np.round(source.images * 255 / 16).astype(np.uint8)
@@ -78,11 +82,9 @@ def test_the_splits_are_disjoint_and_complete_and_an_image_keeps_its_label(digit
     assert found == counted(images, source.target)
     # All digits differ, so an example in two splits would be detected.
     assert set(found.values()) == {1}
-
-
-def test_labels_are_counted(digits, contents):
-    for split, counts in digits.manifest.fields["target_counts"]["label"].items():
-        assert np.bincount(contents(digits, split)["label"], minlength=10).tolist() == counts
+    counts = [np.bincount(each["label"], minlength=10).tolist() for each in splits]
+    of_label = digits.manifest.fields["target_counts"]["label"]
+    assert counts == [of_label[split] for split in names]
 
 
 def test_the_fingerprint_is_of_the_shards(digits):
@@ -265,7 +267,6 @@ def test_a_csv_becomes_a_dataset_and_is_found_again(tmp_path: Path) -> None:
     ("keys", "line"),
     [
         ({"validation": 0.0}, "data.validation is 0 and data.splits has no test"),
-        ({"shards": 500}, r"data.shards: .* into 500 shards"),
         ({"splits": {"test": 1e-9}}, r"data.splits: data.source: .* has no example for the test"),
     ],
 )
@@ -358,3 +359,73 @@ def test_tfds_counts_what_it_generates(tmp_path):
     found = {what: each.done for what, each in last.items() if "generating" in what}
     assert found
     assert all(found.values())
+
+
+SECTIONS = [
+    {},
+    {"label": "price"},
+    {"label": ["price", "size"]},
+    {"label": "price", "weight": "times"},
+    {"label": "price", "group": "shop"},
+    {"inputs": "size"},
+    {"shapes": {"image": [8, 8, 3]}},
+    {"shapes": {"image": [9, 9, 3]}},
+]
+
+
+def test_every_role_and_shape_is_another_dataset():
+    configs = [parse_config({"data": each}).data for each in SECTIONS]
+    assert len({dataset_key(each, {"version": "1.0.0"}) for each in configs}) == len(SECTIONS)
+
+
+def test_one_name_is_a_list_of_one():
+    text, several = (
+        parse_config({"data": {"label": label, "inputs": label}}).data
+        for label in ("price", ["price"])
+    )
+    assert text == several == DataConfig.model_validate_json(text.model_dump_json())
+    assert dataset_key(text, {}) == dataset_key(several, {})
+
+
+LOADED = "import json, sys; print(json.dumps(sorted({n.partition('.')[0] for n in sys.modules})))"
+
+
+def loaded_by(code):
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{LOADED}"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.slow
+def test_reading_needs_no_tfds():
+    loaded = loaded_by("import flotilla.trainer.data.read")
+    assert "tensorflow" in loaded
+    assert "tensorflow_datasets" not in loaded
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "flotilla.trainer.data",
+        "flotilla.trainer.features.dataset_spec",
+        "flotilla.trainer.data.listing",
+    ],
+)
+def test_what_a_launcher_may_ask_needs_nothing(module):
+    loaded = loaded_by(f"import {module}")
+    assert not {"tensorflow", "tensorflow_datasets", "sklearn", "keras"} & loaded
+
+
+def test_a_dataset_that_is_reused_needs_no_tensorflow(digits, tmp_path):
+    root = storage.uri_of(storage.local_path(digits.uri).parents[1])
+    loaded = loaded_by(
+        "from pathlib import Path\n"
+        "from flotilla.trainer.config.data import DataConfig\n"
+        "from flotilla.trainer.data.prepare import prepare\n"
+        f"found = prepare(DataConfig(), {root!r}, Path({str(tmp_path / 'scratch')!r}))\n"
+        f"assert found.reused and found.uri == {digits.uri!r}"
+    )
+    assert "tensorflow_datasets" in loaded
+    assert "tensorflow" not in loaded

@@ -1,22 +1,34 @@
-"""Tests users' builders: every kind of feature, unusual splits and unusual labels."""
+"""Tests users' builders: features, splits, labels, and images that keep their bytes."""
 
-import itertools
+from __future__ import annotations
+
+import io
 import json
 import re
 import shutil
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tensorflow as tf
+import tensorflow_datasets as tfds
+from PIL import Image
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data import features
 from flotilla.trainer.data.blocks import parse_blocks
 from flotilla.trainer.data.builders import batches, datasets
+from flotilla.trainer.data.preparation.shards import Target
 from flotilla.trainer.data.prepare import prepare
+from flotilla.trainer.data.read import (
+    evaluation_batches,
+    labelled_columns,
+    training_batches,
+)
 from flotilla.trainer.features.dataset_spec import DatasetSpec
-from flotilla.trainer.runtime.errors import UserError
+from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data import made_builders as builders
 
 # TFDS reads a dataset's description with a method that protobuf has deprecated.
@@ -36,10 +48,6 @@ def refusal(prepared, name, **options):
     message = str(caught.value)
     assert "\n" not in message
     return message
-
-
-def numbers_of(contents, dataset, split):
-    return contents(dataset, split)["number"].tolist()
 
 
 def plain(value):
@@ -101,29 +109,6 @@ def test_the_manifest_names_the_features(everything):
     assert json.loads(json.dumps(fields)) == fields
 
 
-def test_test_is_drawn_where_the_builder_has_none(prepared, contents):
-    dataset = prepared("TrainOnly", validation=5)
-    splits = {
-        split: numbers_of(contents, dataset, split) for split in ("train", "validation", "test")
-    }
-    assert {name: len(numbers) for name, numbers in splits.items()} == {
-        "train": 30,
-        "validation": 5,
-        "test": 5,
-    }
-    assert sorted(itertools.chain(*splits.values())) == list(range(40))
-
-
-def test_the_builders_validation_is_the_test(prepared, contents):
-    dataset = prepared("TrainAndValidation")
-    assert sorted(numbers_of(contents, dataset, "test")) == list(range(40, 47))
-
-
-def test_without_validation_there_is_no_such_split(prepared):
-    fields = prepared("Small", validation=0).manifest.fields
-    assert set(fields["splits"]) == set(fields["target_counts"]["label"]) == {"train", "test"}
-
-
 def test_each_shard_has_some_of_everything(prepared):
     # This builder's examples keep their order, which may be sorted by class.
     dataset = prepared("InOrder", shards=3, validation=0)
@@ -148,11 +133,10 @@ def test_integers_are_classes_up_to_the_largest(prepared):
     assert [len(each) for each in counts.values()] == [8] * 3
     assert sum(counts["test"]) == 10
     assert counts["train"][:3] == [0, 0, 0]
-
-
-def test_a_quantity_is_no_class(prepared):
-    fields = prepared("HugeLabel").manifest.fields
+    # A quantity is no class, and without validation, there is no such split.
+    fields = prepared("HugeLabel", validation=0).manifest.fields
     assert fields["target_counts"]["rating"] == {}
+    assert set(fields["splits"]) == {"train", "test"}
     assert 10**9 <= fields["target_moments"]["rating"]["min"] < 10**9 + 40
 
 
@@ -160,9 +144,6 @@ def test_the_version_is_resolved(prepared):
     newest = prepared("Versions")
     assert newest.manifest.fields["version"] == "2.0.0"
     assert prepared("Versions", version="2.0.0").reused
-
-
-def test_a_version_that_can_no_longer_be_made(prepared):
     assert "too old" in refusal(prepared, "Versions", version="1.5.0")
 
 
@@ -206,3 +187,218 @@ def test_a_kept_dataset_that_is_damaged(prepared, kept, name):
         assert re.search(words, message)
     shutil.rmtree(path.parent)
     assert not prepared(name, seed=1).reused
+
+
+HERE = "tests.trainer.data.mapping"
+
+
+def test_every_feature_reaches_the_function(prepared, contents):
+    dataset = prepared("Everything", map=f"{HERE}:all_of_it")
+    found = contents(dataset, "test")
+    assert (found["count"] == 15).all()
+    assert found["image"].shape[1:] == (4, 5, 3)
+
+
+@pytest.mark.slow
+def test_other_processes_call_the_function_as_well(prepared, contents, monkeypatch):
+    options = {"map": f"{HERE}:letters", "shapes": {"letters": (0,)}}
+    alone = prepared("Pictures", **options)
+    monkeypatch.setattr(datasets, "PART_BYTES", 4000)
+    several = prepared("Pictures", **options, runner={"processes": 2}, seed=1)
+    first, second = contents(alone, "test"), contents(several, "test")
+    for name, values in first.items():
+        assert sorted(map(str, values.tolist())) == sorted(map(str, second[name].tolist()))
+
+
+SIZE = {"size": [4, 5]}
+
+
+class Photographs(builders.Small):
+    """A dataset of camera images of several sizes in a nested feature."""
+
+    keys = ("photo", "label")
+    sizes = {"train": 12, "test": 4}  # noqa: RUF012
+    broken = False
+
+    def features(self):
+        inner = {"picture": tfds.features.Image(shape=(None, None, 3)), "number": np.int64}
+        return {"photo": inner, "label": tfds.features.ClassLabel(names=builders.CLASSES)}
+
+    def example(self, number):
+        out = io.BytesIO()
+        image = Image.fromarray(np.full((20, 10 + number, 3), number * 10, np.uint8))
+        image.save(out, "JPEG")
+        data = out.getvalue()[:-30] if self.broken and number == 3 else out.getvalue()
+        return {"photo": {"picture": io.BytesIO(data), "number": number}, "label": number % 3}
+
+
+class Torn(Photographs):
+    broken = True
+
+
+class PictureOfLabels(builders.Small):
+    keys = ("x", "mask")
+
+    def features(self):
+        return {**super().features(), "mask": tfds.features.Image(shape=(2, 2, 1))}
+
+    def example(self, number):
+        return {**super().example(number), "mask": np.ones((2, 2, 1), np.uint8)}
+
+
+def own(prepared, name, **options):
+    return prepared("", dataset=f"{__name__}:{name}", **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("builder", "feature"), [("Pictures", "image"), ("Everything", "image")])
+def test_the_pixels_are_the_same_encoded_or_not(prepared, contents, builder, feature):
+    plain, encoded = prepared(builder), prepared(builder, image=SIZE)
+    assert plain.uri != encoded.uri
+    spec = DatasetSpec.from_manifest(encoded.manifest)
+    assert spec.features[feature].stored == "image"
+    assert spec.features[feature].shape == (4, 5, 3)
+    for split in ("train", "validation", "test"):
+        first, second = contents(plain, split), contents(encoded, split)
+        for name, values in first.items():
+            np.testing.assert_array_equal(values, second[name])
+
+
+def test_files_of_several_sizes_are_stored_as_they_came(prepared, contents):
+    dataset = own(prepared, "Photographs", image={"size": [6, 8], "channels": 1})
+    found = contents(dataset, "test")
+    assert found["photo/picture"].shape == (4, 6, 8, 1)
+    greys = found["photo/picture"].mean((1, 2, 3))
+    np.testing.assert_allclose(greys, found["photo/number"] * 10, atol=2)
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    path = str(storage.local_path(dataset.uri) / spec.files("test")[0])
+    record = next(iter(tf.data.TFRecordDataset([path]).as_numpy_iterator()))
+    example = tf.train.Example.FromString(record)
+    data, *_ = example.features.feature["photo/picture"].bytes_list.value
+    number, *_ = example.features.feature["photo/number"].int64_list.value
+    assert data == builder_bytes(number)
+
+
+def builder_bytes(number):
+    # Call the method on the class, because an instance of a TFDS builder needs a folder.
+    return Photographs.example(Photographs, number)["photo"]["picture"].getvalue()
+
+
+def test_every_way_of_reading_gives_pixels(prepared):
+    dataset = own(prepared, "Photographs", image={"size": [6, 8]})
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    folder = storage.local_path(dataset.uri)
+    files = [folder / name for name in spec.files("train")]
+    for held in (None, 2):
+        batches = training_batches(spec, files, batch_size=3, seed=1, shuffle_buffer=held)
+        inputs, _ = next(iter(batches))
+        assert inputs["photo/picture"].shape == (3, 6, 8, 3)
+        seen = [n for x, _ in batches.take(20) for n in x["photo/number"].numpy().tolist()]
+        assert len(set(seen)) == spec.examples("train")
+    inputs, _ = next(iter(evaluation_batches(spec, files, batch_size=3)))
+    assert inputs["photo/picture"].dtype == tf.uint8
+    columns = labelled_columns(spec, files, batch_size=3, columns=["photo/picture"])
+    (inputs, _), values = next(iter(columns))
+    np.testing.assert_array_equal(inputs["photo/picture"], values["photo/picture"])
+
+
+def test_an_image_that_is_torn_names_its_split(prepared):
+    with pytest.raises(UserError, match=r"'train' of .*Torn has an image that cannot be decoded"):
+        own(prepared, "Torn", image={"size": [6, 8]})
+
+
+def test_masks_and_images_of_a_size_of_their_own_are_stored_decoded(prepared):
+    with pytest.raises(ConfigError, match=r"leave data\.image out"):
+        own(prepared, "PictureOfLabels", image=SIZE)
+    with pytest.raises(ConfigError, match=r"data\.image: .*VariableImage has no encoded image"):
+        prepared("VariableImage", image=SIZE, shapes={"picture": (2, 2, 3)})
+
+
+def target(dtype, shape=(), num_classes=0):
+    stored = "raw" if shape else "int"
+    spec = FeatureSpec(shape=shape, dtype=dtype, stored=stored, num_classes=num_classes)
+    return Target("y", spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "batches", "counts"),
+    [
+        (("bool",), [[True, False, True], [True]], [1, 3]),
+        (("bool", (3,), 3), [[[1, 0, 0], [1, 1, 0]], [[0, 1, 0]]], [2, 2, 0]),
+        # The end of a sequence is not counted.
+        (("int64", (3,), 4), [[[1, 1, -1], [3, -1, -1]]], [0, 2, 0, 1]),
+    ],
+)
+def test_classes_are_counted(spec, batches, counts):
+    found = target(*spec)
+    for batch in batches:
+        found.add("train", np.array(batch, spec[0]))
+    assert found.counts() == {"train": counts}
+    found.add("test", np.array(batches[-1], spec[0])[:0])
+    assert found.counts() == {"train": counts, "test": [0] * len(counts)}
+
+
+def test_roles_are_in_the_manifest(prepared):
+    fields = prepared("Weighted", label=("price", "sold"), weight="times", group="shop").manifest
+    spec = DatasetSpec.from_manifest(fields)
+    assert spec.targets == ("price", "sold")
+    assert (spec.weight, spec.group, spec.inputs) == ("times", "shop", ("x", "sizes"))
+    assert set(spec.target_counts) == set(spec.target_moments) == {"price", "sold"}
+    assert set(spec.target_moments["price"]) == {"mean", "std", "min", "max"}
+    assert spec.target_counts["price"] == {}
+    assert sum(map(sum, spec.target_counts["sold"].values())) == 50
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"price": np.nan},
+            "data.label: the split 'train' of {name} has an example whose 'price' is nan; write",
+        ),
+        (
+            {"sizes": [0, np.inf, 0]},
+            "data.label: the split 'train' of {name} has an example whose 'sizes' is inf; write",
+        ),
+        (
+            {"times": -2},
+            "data.weight: the split 'train' of {name} has an example with the weight -2.0 "
+            "('times'); a weight must be at least 0",
+        ),
+        (
+            {"times": np.nan},
+            "data.weight: the split 'train' of {name} has an example whose 'times' is nan; write",
+        ),
+    ],
+)
+def test_no_number_is_refused_and_nothing_published(bad, message, prepared, monkeypatch, root):
+    monkeypatch.setattr(builders.Weighted, "bad", bad)
+    with pytest.raises(UserError) as caught:
+        prepared("Weighted", label=("price", "sizes"), weight="times")
+    assert str(caught.value).startswith(
+        message.replace("{name}", "tests.trainer.data.made_builders:Weighted")
+    )
+    assert storage.list_published(storage.join(root, "datasets")) == []
+
+
+def test_classes_of_which_nothing_is_learnt_are_said():
+    spec = FeatureSpec(
+        shape=(), dtype="int64", stored="int", num_classes=4, labels=("a", "b", "c", "d")
+    )
+    target = Target("y", spec)
+    target.add("train", np.array([0, 0, 0, 1]))
+    assert list(target.notes()) == [
+        "the label 'y' has only one example of 'b'; correct the spelling, merge classes, or add "
+        "examples"
+    ]
+    target.add("test", np.array([0, 1, 2, 2]))
+    (note,) = target.notes()
+    assert note.startswith("the label 'y' has 'c' only in validation or test")
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_a_label_that_is_not_a_number_is_refused(dtype):
+    found = target("float32")
+    found.refuse("data", "train", np.array([1, 2], dtype))
+    with pytest.raises(UserError, match="whose 'y' is nan"):
+        found.refuse("data", "train", np.array([1, np.nan], dtype))

@@ -1,6 +1,9 @@
-"""Tests batches of records: shuffled, staged and divided into inputs and labels."""
+"""Tests batches of records: shuffled, staged, divided into inputs and labels, and by number."""
+
+from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import numpy as np
@@ -9,9 +12,12 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.data import read
+from flotilla.trainer.data.blocks import MIXED, TOGETHER
 from flotilla.trainer.data.read import (
+    RUN,
     evaluation_batches,
     labelled_columns,
+    make_random_access,
     stage_shards,
     training_batches,
 )
@@ -314,3 +320,80 @@ def test_more_readers_than_shards(digits, tmp_path):
         "data.shards: 9 readers cannot share the 8 shards of 'train'; set data.shards to 9 or more"
     )
     assert not (tmp_path / "shards").exists()
+
+
+ROWS, BATCH = 4, 32
+# There are 16 windows, as in a split with a few million rows, but the blocks are shorter.
+EXAMPLES = 16 * MIXED * ROWS
+PLACES = EXAMPLES // ROWS // TOGETHER
+
+
+@pytest.fixture(params=["all", "little"])
+def epochs(numbered, request):
+    """Return the example numbers of two epochs, with a buffer for all or 1/16 of the examples."""
+    spec, files = numbered(EXAMPLES, shards=4, rows=ROWS)
+    held = {"all": EXAMPLES - 1, "little": EXAMPLES // 16}[request.param]
+    batches = training_batches(spec, files, batch_size=BATCH, seed=5, shuffle_buffer=held)
+    batches = batches.take(2 * EXAMPLES // BATCH)
+    return np.concatenate([x for x, _ in batches.as_numpy_iterator()]).reshape(2, -1)
+
+
+def test_no_epoch_correlates_with_the_files_or_with_another_epoch(epochs):
+    # Random orders of n rows have rank correlations with a standard deviation of about 1 / sqrt(n).
+    bound = 4 / np.sqrt(PLACES)
+    ranks = np.argsort(epochs, axis=1)
+    in_order = np.arange(EXAMPLES)
+    for one, other in ((ranks[0], in_order), (ranks[1], in_order), (ranks[0], ranks[1])):
+        assert abs(np.corrcoef(one, other)[0, 1]) < bound
+
+
+def test_neighbours_in_a_file_are_no_neighbours_in_an_epoch(epochs):
+    for epoch in epochs:
+        next_to = np.abs(np.diff(epoch)) == 1
+        # Two random rows of a window of n rows are neighbors with a probability of about 2 / n.
+        # Allow three times as many.
+        assert next_to.mean() < 3 / (MIXED * ROWS) * 2
+        # Rows of the same block must also follow each other only about as often as by chance.
+        assert (epoch[1:] // ROWS == epoch[:-1] // ROWS).mean() < 2 / MIXED
+
+
+def test_a_batch_of_sorted_examples_is_a_sample_of_all(epochs):
+    means = epochs.reshape(-1, BATCH).mean(axis=1)
+    # Standard deviation of the mean of 32 uniformly drawn numbers.
+    chance = EXAMPLES / np.sqrt(12 * BATCH)
+    assert means.std() < 1.5 * chance
+    # The mean of each eighth of an epoch must be near the middle of the files.
+    parts = epochs.reshape(16, -1).mean(axis=1) / EXAMPLES
+    assert np.abs(parts - 0.5).max() < 0.12
+
+
+@pytest.fixture
+def in_place(numbered, monkeypatch):
+    """Return a function that returns a split's examples in order and a reader for random access."""
+
+    def read(examples, *, in_memory, rows=4):
+        spec, files = numbered(examples, rows=rows)
+        monkeypatch.chdir(files[0].parent)
+        batches = evaluation_batches(spec, files, batch_size=examples)
+        ((values, _),) = batches.as_numpy_iterator()
+        return values.tolist(), make_random_access(spec, ".", in_memory=in_memory)
+
+    return read
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_an_example_is_found_by_its_number(in_place, in_memory):
+    values, found = in_place(50, in_memory=in_memory)
+    (held,) = found.held()
+    draw = random.Random(0)
+    in_turn = [*range(40, 48), *range(3), 3, 3, 49, 48, *range(20, 31)]
+    for numbers in (in_turn, draw.sample(range(50), 50), [7], list(range(50))):
+        read, _ = tf.function(found.read)(held, tf.constant(numbers, tf.int64))
+        assert read.numpy().tolist() == [values[number] for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("in_memory", "rows", "run"), [(None, 4, 1), (False, 4, RUN), (False, 512, 64)]
+)
+def test_a_small_split_is_held_and_a_large_one_is_read_in_runs(in_place, in_memory, rows, run):
+    assert in_place(20, in_memory=in_memory, rows=rows)[1].run == run

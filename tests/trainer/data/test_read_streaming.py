@@ -1,11 +1,16 @@
-"""Tests that graphs receive the requested shards with each record once, and never hang."""
+"""Tests that graphs receive the requested shards with each record once, and never hang.
+
+The examples of the dataset are numbered consecutively in each split.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections import Counter
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +18,7 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.data.preparation.shards import write_shards
-from flotilla.trainer.data.read import _allow_tensor_seed, evaluation_batches
+from flotilla.trainer.data.read import _allow_tensor_seed, evaluation_batches, training_batches
 from flotilla.trainer.data.shard_feed import (
     FOLDER,
     SHARDS,
@@ -24,18 +29,36 @@ from flotilla.trainer.data.shard_feed import (
     part_range,
     shuffle_shards,
 )
-from flotilla.trainer.features.dataset_spec import shard_name
+from flotilla.trainer.features.dataset_spec import DatasetSpec, shard_name
+from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.local import FileStore
-from tests.trainer.data.numbered import (
-    BATCH,
-    EXAMPLES,
-    MEASURED,
-    SPEC,
-    STARTED,
-    drawn,
-    start_reading,
+
+EXAMPLES = (40, 41, 40, 39, 40, 41, 40)
+MEASURED = (13, 11, 12)
+BATCH = 5
+FEATURE = {"x": FeatureSpec(shape=(), dtype="int64", stored="int")}
+SPEC = DatasetSpec(
+    features=FEATURE,
+    inputs=("x",),
+    targets=("x",),
+    shards={"train": EXAMPLES, "validation": MEASURED},
+    block_rows=3,
 )
+# Keeps a test's iterators alive until the feed is closed. Python deletes an iterator while it holds
+# the GIL and waits for reads that need the feed's Python thread, which would be a deadlock.
+STARTED: list[Any] = []
+
+
+def start_reading(streaming, **options):
+    batches = training_batches(SPEC, streaming, batch_size=BATCH, **options)
+    STARTED.append(batches.as_numpy_iterator())
+    return STARTED[-1]
+
+
+def drawn(streaming, count, *, seed=3, buffer=20):
+    batches = start_reading(streaming, seed=seed, shuffle_buffer=buffer)
+    return np.concatenate([x for x, _ in islice(batches, count)])
 
 
 @pytest.fixture(scope="module")

@@ -46,16 +46,16 @@ def uri(tmp_path):
 
 
 @pytest.fixture
-def fetched(monkeypatch):
-    """Return the names of the downloaded shards, in order."""
-    names, download = [], FileStore.download
+def fetched(monkeypatch, tmp_path):
+    """Return the names of the downloaded shards, in order, each with the bytes then on disk."""
+    found, download = [], FileStore.download
 
     def noted(self, uri, target):
         download(self, uri, target)
-        names.append(target.name)
+        found.append((target.name, on_disk(tmp_path / "shards")))
 
     monkeypatch.setattr(FileStore, "download", noted)
-    return names
+    return found
 
 
 @pytest.fixture
@@ -85,14 +85,7 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_is_next_comes_in_the_background_and_what_was_used_goes(stores, tmp_path, monkeypatch):
-    peaks, download = [], FileStore.download
-
-    def measured(self, uri, target):
-        download(self, uri, target)
-        peaks.append(on_disk(tmp_path / "shards"))
-
-    monkeypatch.setattr(FileStore, "download", measured)
+def test_what_is_next_comes_in_the_background_and_what_was_used_goes(stores, fetched):
     came = threading.Semaphore(0)
     store = stores(3, changed=came.release)
     for epoch in range(3):
@@ -102,7 +95,7 @@ def test_what_is_next_comes_in_the_background_and_what_was_used_goes(stores, tmp
             assert path.read_bytes() == name.encode().ljust(SIZE), epoch
             assert store._count_bytes() <= 3 * SIZE
             store.release("train", name)
-    assert max(peaks) == 3 * SIZE
+    assert max(size for _, size in fetched) == 3 * SIZE
 
 
 def test_shards_come_in_the_order_in_which_they_are_used(stores, fetched):
@@ -111,7 +104,7 @@ def test_shards_come_in_the_order_in_which_they_are_used(stores, fetched):
     store.will_use("train", NAMES[::-1])
     for _ in NAMES:
         assert came.acquire(timeout=60)
-    assert fetched == NAMES[::-1]
+    assert [name for name, _ in fetched] == NAMES[::-1]
 
 
 def test_what_is_used_again_soon_stays(stores, fetched):
@@ -123,7 +116,7 @@ def test_what_is_used_again_soon_stays(stores, fetched):
     store.will_use("train", ["s2.tfrecord", "s1.tfrecord"])
     hold(store, "train", "s2.tfrecord")
     hold(store, "train", "s1.tfrecord")
-    assert fetched == ["s0.tfrecord", "s1.tfrecord", "s2.tfrecord"]
+    assert [name for name, _ in fetched] == ["s0.tfrecord", "s1.tfrecord", "s2.tfrecord"]
     assert names_in(store.folder) == ["s1.tfrecord", "s2.tfrecord"]
 
 

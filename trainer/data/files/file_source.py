@@ -231,8 +231,8 @@ class FileSource(Source):
         # Choose the roles now, so that wrong keys are reported before all files are read.
         columns = () if varies else self._files.roles(self._config, names, said).kept
         require_few(len(columns), self._config.source)
-        of_files = {"config": self._config, "said": self._said, "files": self._files}
-        scan = partial(PieceScan, **of_files, names=names, wanted=columns)
+        scan = partial(PieceScan, config=self._config, said=self._said, files=self._files)
+        scan = partial(scan, names=names, wanted=columns)
 
         def scan_piece(piece: Piece, work: Work) -> Scan:
             pictures = self._pictures(piece)

@@ -79,9 +79,7 @@ def test_a_cell_names_a_file_below_its_table(table: Path, cell: str) -> None:
         (None, "the cell names no image"),
     ],
 )
-def test_a_cell_that_names_another_place_is_a_broken_row(
-    table: Path, cell: str | None, why: str
-) -> None:
+def test_a_cell_that_names_another_place_is_a_broken_row(table, cell, why):
     with pytest.raises(UndecodableError, match=why):
         Pictures(ImageConfig(), storage.uri_of(table)).data(cell)
 
@@ -111,9 +109,7 @@ def place(request: pytest.FixtureRequest) -> BucketPlace:
     return BucketPlace(server, f"{request.param}://{bucket_name()}")
 
 
-def test_an_object_that_is_too_large_is_read_no_further(
-    place: BucketPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_that_is_too_large_is_read_no_further(place, monkeypatch):
     monkeypatch.setattr(pictures, "_MOST_BYTES", 1 << 20)
     place.put(f"{place.root}/a.png", bytes(3 << 20))
     with pytest.raises(UndecodableError, match="limit of 1 MiB"):

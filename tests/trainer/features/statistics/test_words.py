@@ -44,11 +44,6 @@ def test_letters_of_scripts_without_spaces_are_words(text, expected):
     assert found == expected
 
 
-def test_bytes_that_are_no_text_leave_the_other_words():
-    found, _ = counted(texts(b"\xff\xe4 a", b"a b"), [1, 1])
-    assert found == {"a": 2, "b": 1}
-
-
 @pytest.mark.parametrize("part", [1, 10, 1 << 22])
 def test_a_text_counts_once_for_each_of_its_words(monkeypatch, part):
     monkeypatch.setattr(words, "_PART", part)
@@ -61,6 +56,9 @@ def test_a_text_counts_once_for_each_of_its_words(monkeypatch, part):
 def test_no_text_has_no_words():
     assert counted(texts(), []) == ({}, {})
     assert counted(texts(b"", b"..."), [1, 1]) == ({}, {})
+    # Bytes that are no text leave the other words.
+    assert counted(texts(b"\xff\xe4 a", b"a b"), [1, 1])[0] == {"a": 2, "b": 1}
+    assert re.sub(PUNCTUATION, "", "it's [a_b]-\\c。") == "its abc。"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,3 @@ def test_no_text_has_no_words():
 )
 def test_a_letter_begins_the_text(text, expected):
     assert is_letter(text) == expected
-
-
-def test_punctuation_has_no_letter():
-    assert re.sub(PUNCTUATION, "", "it's [a_b]-\\c。") == "its abc。"

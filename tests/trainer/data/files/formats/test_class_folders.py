@@ -24,9 +24,7 @@ SIZE = (8, 6)
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("sized", [True, False])
-def test_images_of_every_form_are_read(
-    tmp_path: Path, ending: str, form: str, mode: str, sized: bool
-) -> None:
+def test_images_of_every_form_are_read(tmp_path, ending, form, mode, sized):
     for i in range(30):
         path = tmp_path / "ab"[i % 2] / f"{i}{ending}"
         grey = 5 + i * 7
@@ -79,9 +77,7 @@ def test_a_table_next_to_images_is_asked_for(tmp_path: Path) -> None:
         ("data/v2/train", "data/v2/val", "data/v2/test"),
     ],
 )  # fmt: skip
-def test_folders_above_those_of_classes_are_splits(
-    tmp_path: Path, folders: tuple[str, ...]
-) -> None:
+def test_folders_above_those_of_classes_are_splits(tmp_path, folders):
     for i in range(60):
         folder = folders[0 if i < 40 else 1 if i < 48 else 2]
         picture(tmp_path / folder / "ab"[i % 2] / f"{i}.png", i)
@@ -117,9 +113,7 @@ def test_without_a_folder_of_validation_it_is_drawn_from_training(tmp_path: Path
         ),
     ],
 )
-def test_folders_that_may_be_splits_are_asked_for(
-    tmp_path: Path, paths: list[str], why: str
-) -> None:
+def test_folders_that_may_be_splits_are_asked_for(tmp_path, paths, why):
     for i, path in enumerate(paths):
         picture(tmp_path / path, i)
     with pytest.raises(UserError, match=why):

@@ -174,9 +174,7 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_is_laid_out_otherwise_is_one_line(
-    tmp_path: Path, text: str | bytes, line: str
-) -> None:
+def test_what_is_laid_out_otherwise_is_one_line(tmp_path, text, line):
     assert refusal(tmp_path, text).startswith(f"data.source: {line}")
 
 
@@ -217,9 +215,7 @@ def titles(**rows: str) -> str:
         ({"row20": '20,"Lost,a', "row21": '21,27",a'}, "22 opens a quote that ends in row 23"),
     ],
 )
-def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(
-    tmp_path: Path, rows: dict[str, str], where: str
-) -> None:
+def test_a_quote_that_would_take_rows_is_a_letter_where_rows_are_right_then(tmp_path, rows, where):
     found, broken = table(tmp_path, titles(**rows))
     assert len(found) == 300
     assert not broken

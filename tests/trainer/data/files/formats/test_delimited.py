@@ -66,9 +66,7 @@ def test_a_file_whose_quotes_are_in_doubt_stays_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ['{},5" pipe', '{},"a ""b"", c"', "{},", "{},'it''s'"])
-def test_a_file_without_values_of_several_lines_is_divided_at_lines(
-    tmp_path: Path, row: str
-) -> None:
+def test_a_file_without_values_of_several_lines_is_divided_at_lines(tmp_path, row):
     path = file(
         tmp_path, "".join(["a,b\n", *(row.format(at) + "\n" for at in range(900))]).encode()
     )
@@ -89,9 +87,7 @@ def test_compressed_files(tmp_path: Path) -> None:
         assert csv_records(path) == [{"a": "1", "b": "2"}]
 
 
-def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_damaged_or_expands_beyond_measure_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("flotilla.trainer.data.files.formats.raw_rows.FREE_BYTES", 1 << 16)
     bomb = file(tmp_path, gzip.compress(b"a,b\n" + b"1,2\n" * 200_000), "a.csv.gz")
     assert "expands to more than 200 times its size" in refusal(bomb)

@@ -97,9 +97,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("indent", [None, 2])
-def test_what_is_no_list_of_rows_is_one_line(
-    tmp_path: Path, data: Any, line: str, indent: int | None
-) -> None:
+def test_what_is_no_list_of_rows_is_one_line(tmp_path, data, line, indent):
     with pytest.raises(UserError) as refused:
         table(tmp_path, json.dumps(data, indent=indent))
     if not (indent and data and isinstance(data, list)):
