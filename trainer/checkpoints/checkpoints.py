@@ -44,11 +44,11 @@ from flotilla.trainer.checkpoints.part_saver import PartSaver, PartServers
 from flotilla.trainer.checkpoints.tensor_bundle import BundleWriter, Layout, assign
 from flotilla.trainer.cluster.lease import NoLease
 from flotilla.trainer.config.schema import TrainingConfig
-from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings import embedding_table
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.features.statistics.statistics import NOTHING
-from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL
 from flotilla.trainer.optimizers.loss_scale import LOSS_SCALE
+from flotilla.trainer.optimizers.optimizers import AVERAGE, MODEL
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     RunInterruptedError,
@@ -518,7 +518,7 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
     found = fetch(uri, scratch / "checkpoint")
     named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
     restore(found, select_exported(found, named), io_device=None)
-    table_state.restore_tables(model)
+    embedding_table.restore_tables(model)
     return found
 
 

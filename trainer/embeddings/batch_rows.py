@@ -187,8 +187,6 @@ def is_table(layer: Any) -> bool:
 
 
 def _make_table(layer: Any) -> Table | None:
-    if getattr(layer, "grows", False):
-        return None
     known: Callable[[Any], Any] | None
     if type(layer) is keras.layers.Embedding:
         if not layer.built or layer.lora_enabled or layer.quantization_mode:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -32,6 +32,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.config.model import MIN_AGE, require_sizes
+from flotilla.trainer.config.schema import Config
+from flotilla.trainer.config.topology import find_topology
 from flotilla.trainer.embeddings import hashes, table_shard
 from flotilla.trainer.embeddings.hashes import FINGERPRINTS, hash_keys, strip_spaces
 from flotilla.trainer.embeddings.sharded_embedding import make_embedding, spread
@@ -43,6 +45,8 @@ _SIP_KEY = [0x466C6F74, 0x696C6C61]
 _SHARD_SALT = 2**50
 # Paths of the variables that count ids without a row, in the current and in an earlier format.
 _COUNTING = re.compile(r"/shard_[0-9]+_(sieve|seen)$")
+#: The attribute that holds the initializer of a variable that was created without values.
+BEGINS = "begins_by"
 #: The end of a seed variable's path. The second number of a seed counts the draws.
 SEED = "seed_generator_state"
 # Strategies that keep a copy of all variables in each replica.
@@ -58,8 +62,6 @@ class EmbeddingTable(keras.layers.Layer):
 
     #: Strategies leave the variables on their servers instead of pulling them whole.
     looks_up = True
-    #: Strategies call `connect` and `rebuild`, and keep each group of `list_groups` on one server.
-    grows = True
 
     def __init__(  # noqa: PLR0913
         self,
@@ -106,7 +108,8 @@ class EmbeddingTable(keras.layers.Layer):
         self.initializer = keras.initializers.get(initializer)
         self._draw, self._seed = _make_draw(self.initializer, dimension)
         self.supports_jit = self._is_sorted = False
-        self._parts: list[Shard] = []
+        #: The shards, after `build`.
+        self.parts: list[Shard] = []
 
     def build(self, _input_shape: Any) -> None:
         """Create the shards.
@@ -123,37 +126,28 @@ class EmbeddingTable(keras.layers.Layer):
         rules = Rules(min_count=self.min_count, min_age=self.min_age, max_age=self.max_age)
         size = -(-self.capacity // self.shards)
         made = partial(Shard, capacity=size, rules=rules, draw=self._draw, branch=SharedBranch())
-        self._parts = [
+        self.parts = [
             made(self._make_noted(n, size), number=self._seed + (n << 32))
             for n in range(self.shards)
         ]
 
     def _make_noted(self, number: int, size: int) -> Noted:
-        def note(name: str, shape: tuple[int, ...], initializer: str, dtype: str = "int64") -> Any:
-            return self.add_weight(
-                name=f"shard_{number}_{name}",
-                shape=shape,
-                dtype=dtype,
-                initializer=initializer if initializer == "zeros" else _minus_one,
-                trainable=False,
-            )
+        def note(name: str, *shape: int, value: int = 0, dtype: str = "int64", **named: Any) -> Any:
+            first = keras.initializers.Constant(value) if value else "zeros"
+            given = {"dtype": dtype, "initializer": first, "trainable": False, **named}
+            return self.add_weight(name=f"shard_{number}_{name}", shape=shape, **given)
 
-        rows = self.add_weight(
-            name=f"shard_{number}_rows",
-            shape=(size + 1, self.dimension),
-            initializer="zeros",
-            # Disable the automatic cast, because it would read the whole shard.
-            autocast=False,
-        )
         has_filter, is_text = self.min_count > 1, self.keys == "string"
         cells = (max(hashes.FEWEST_BLOCKS, size), hashes.CELLS)
+        # Disable the automatic cast of the rows, because it would read the whole shard.
+        trained: dict[str, Any] = {"dtype": None, "trainable": True, "autocast": False}
         return Noted(
-            rows=rows,
-            ids=note("ids", (size + 1,), "zeros"),
-            used=note("used", (size + 1,), "minus_one"),
-            tally=note("tally", (table_shard.COUNTS,), "zeros"),
-            checks=note("checks", (size + 1,), "zeros") if is_text else None,
-            seen=note("sieve", cells, "zeros", "uint8") if has_filter else None,
+            rows=note("rows", size + 1, self.dimension, **trained),
+            ids=note("ids", size + 1),
+            used=note("used", size + 1, value=-1),
+            tally=note("tally", table_shard.COUNTS),
+            checks=note("checks", size + 1) if is_text else None,
+            seen=note("sieve", *cells, dtype="uint8") if has_filter else None,
         )
 
     def call(self, ids: tf.Tensor, training: bool | None = None) -> tf.Tensor:
@@ -165,7 +159,7 @@ class EmbeddingTable(keras.layers.Layer):
         step = self._step(ids) if admits else None
         found = [
             self._gather_rows(shard, each, step, admits=admits)
-            for shard, each in zip(self._parts, asked, strict=True)
+            for shard, each in zip(self.parts, asked, strict=True)
         ]
         unique = tf.dynamic_stitch(parts, found)
         rows = tf.reshape(spread(unique, places), tf.concat([tf.shape(ids), [self.dimension]], 0))
@@ -199,7 +193,7 @@ class EmbeddingTable(keras.layers.Layer):
 
     def _step(self, ids: tf.Tensor) -> tf.Tensor | None:
         """Read the step counter after `ids` are available, or return None without a counter."""
-        steps = self._parts[0].steps
+        steps = self.parts[0].steps
         if steps is None:
             return None
         # Without this dependency, the counter could be read while the input pipeline still waits
@@ -229,7 +223,7 @@ class EmbeddingTable(keras.layers.Layer):
 
         Keras lookup layers find the rows. The shared rows come first in the exported table.
         """
-        live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self._parts]
+        live = [np.flatnonzero(each.noted.used.numpy() >= 0) for each in self.parts]
         keys, proof = keras.ops.cast(ids, "int64") if self.keys != "string" else ids, None
         if self.keys == "string":
             made = partial(keras.layers.Hashing, FINGERPRINTS, dtype="int64")
@@ -243,13 +237,13 @@ class EmbeddingTable(keras.layers.Layer):
             places = keras.ops.where(is_it, places, keras.ops.zeros_like(places))
         shard = hash_keys(keys + _SHARD_SALT, self.shards)
         places = keras.ops.where(places > 0, places + (self.shards - 1), shard)
-        rows = [each.noted.rows.numpy() for each in self._parts]
+        rows = [each.noted.rows.numpy() for each in self.parts]
         known = [each[there] for each, there in zip(rows, live, strict=True)]
         return make_embedding(self, np.concatenate([*(each[-1:] for each in rows), *known]))(places)
 
     def _make_lookup(self, noted: str, live: list[Any]) -> keras.layers.IntegerLookup:
         """Return a layer that maps recorded values to row numbers from 1 on, and others to 0."""
-        parts = [getattr(each.noted, noted).numpy() for each in self._parts]
+        parts = [getattr(each.noted, noted).numpy() for each in self.parts]
         values = np.concatenate([each[there] for each, there in zip(parts, live, strict=True)])
         none = next(n for n in range(len(values) + 1) if n not in set(values.tolist()))
         return keras.layers.IntegerLookup(
@@ -273,42 +267,24 @@ class EmbeddingTable(keras.layers.Layer):
         stands for a copy of the row itself. `alike` is another table of the model: shards of the
         same structure share one trace.
         """
-        (first, *_) = (alike or self)._parts
-        for shard in self._parts:
+        (first, *_) = (alike or self).parts
+        for shard in self.parts:
             shard.steps, shard.slots = steps, slots_of(shard.noted.rows)
             shard.branch = first.branch
 
     def rebuild(self, was_on: Callable[[str], bool] = lambda _device: True) -> None:
         """Rebuild the index after an assignment, for shards on devices that `was_on` accepts."""
-        for shard in self._parts:
+        for shard in self.parts:
             if was_on(shard.device):
                 shard.rebuild()
                 _recount(shard)
-
-    def parts(self) -> list[Shard]:
-        """Return the shards."""
-        return list(self._parts)
-
-    def list_groups(self) -> list[list[tf.Variable]]:
-        """Return a list of variables for each shard. Each list must be on a single server."""
-        return [
-            [
-                *(each._value for each in (shard.noted.rows, *shard.noted.bookkeeping())),
-                *shard.unsaved,
-            ]
-            for shard in self._parts
-        ]
-
-    def bookkeeping(self) -> list[keras.Variable]:
-        """Return the non-trainable variables, which no worker pulls."""
-        return [each for shard in self._parts for each in shard.noted.bookkeeping()]
 
     def metrics(self) -> dict[str, int]:
         """Return the counts of rows in use, of evicted rows, and of ids without a row.
 
         An id without a row is counted at each lookup in training.
         """
-        tally = np.sum([shard.noted.tally.numpy() for shard in self._parts], axis=0)
+        tally = np.sum([shard.noted.tally.numpy() for shard in self.parts], axis=0)
         given, evicted = int(tally[table_shard.GIVEN]), int(tally[table_shard.EVICTED])
         away = int(tally[table_shard.TURNED_AWAY])
         return {"rows": given - evicted, "evicted": evicted, "turned_away": away}
@@ -316,12 +292,12 @@ class EmbeddingTable(keras.layers.Layer):
     def shrink(self) -> None:
         """Remove unused rows before an export."""
         live = []
-        for shard in self._parts:
+        for shard in self.parts:
             there = np.flatnonzero(shard.noted.used.numpy()[: shard.capacity] >= 0)
             ids = shard.noted.ids.numpy()[there]
             live.append(there[np.argsort(ids, kind="stable")].tolist())
         size = max(1, *map(len, live))
-        for shard, slots in zip(self._parts, live, strict=True):
+        for shard, slots in zip(self.parts, live, strict=True):
             shard.shrink(slots, size)
         self.capacity = size * self.shards
         self._is_sorted = True
@@ -335,7 +311,7 @@ class EmbeddingTable(keras.layers.Layer):
 
     def load_own_variables(self, store: Any) -> None:
         """Load the values from a file. A sketch that has another format there starts empty."""
-        sieves = {id(shard.noted.seen) for shard in self._parts}
+        sieves = {id(shard.noted.seen) for shard in self.parts}
         values = {name: store[name] for name in store.keys()}  # noqa: SIM118
         for number, each in enumerate([*self._trainable_variables, *self._non_trainable_variables]):
             name = f"{number}"
@@ -365,9 +341,8 @@ def may_lack(path: str) -> bool:
 
 def shrink(model: keras.Model) -> None:
     """Remove unused rows from all tables of a model before an export."""
-    for layer in model._flatten_layers():
-        if isinstance(layer, EmbeddingTable):
-            layer.shrink()
+    for table in list_tables(model):
+        table.shrink()
 
 
 def _recount(shard: Shard) -> None:
@@ -390,10 +365,6 @@ def advise_type(dtype: str) -> str:
         "; whole numbers are read as floats if some are missing or beyond 64 bits: fill missing "
         "values, or read the ids as strings (data.types)"
     )
-
-
-def _minus_one(shape: Any, dtype: Any = None) -> tf.Tensor:
-    return tf.fill(shape, tf.constant(-1, dtype))
 
 
 class _Seed(keras.random.SeedGenerator):
@@ -453,3 +424,109 @@ def _build_draw(initializer: Any, dimension: int, *, has_seed: bool) -> Any:
             "a time; use uniform, random_normal, truncated_normal, zeros or a constant"
         ) from error
     return draw
+
+
+# Strategies call the following functions. The variables of a table change in place: no worker pulls
+# them, the variables of a shard are on the same server, and a reassigned row gets new optimizer
+# slots.
+def list_tables(model: keras.Model) -> list[EmbeddingTable]:
+    """Return the layers of a model that are dynamic tables."""
+    return [layer for layer in model._flatten_layers() if isinstance(layer, EmbeddingTable)]
+
+
+def list_shards(model: keras.Model) -> list[Shard]:
+    """Return the shards of the dynamic tables of a model."""
+    return [shard for table in list_tables(model) for shard in table.parts]
+
+
+def list_state(model: keras.Model) -> list[keras.Variable]:
+    """Return the non-trainable variables of a model that workers pull and push."""
+    kept = {id(each) for shard in list_shards(model) for each in shard.noted.bookkeeping()}
+    return [each for each in model.non_trainable_variables if id(each) not in kept]
+
+
+def list_groups(model: keras.Model) -> list[list[tf.Variable]]:
+    """Return groups of variables. Each group must be on one server."""
+    return [shard.variables for shard in list_shards(model)]
+
+
+def connect(model: keras.Model, optimizer: keras.optimizers.Optimizer, steps: tf.Variable) -> None:
+    """Connect the tables of a built model to the step counter and to their optimizer slots."""
+    tables = list_tables(model)
+    for table in tables:
+        table.connect(steps, lambda variable: list(list_slots(optimizer, variable)), tables[0])
+
+
+def restore_tables(
+    model: keras.Model, is_meant: Callable[[str], bool] = lambda _device: True
+) -> None:
+    """Rebuild the index of the tables on devices that `is_meant` accepts, after an assignment."""
+    for table in list_tables(model):
+        table.rebuild(is_meant)
+
+
+def metrics(model: keras.Model) -> Mapping[str, Any]:
+    """Return the metrics of the tables for the history, by name, or {} without tables."""
+    found = {table.name: table.metrics() for table in list_tables(model)}
+    return {"tables": found} if found else {}
+
+
+def require(config: Config, model: keras.Model) -> None:
+    """Raise `ConfigError` if the configuration does not suit the tables of the model."""
+    workers, needed = config.cluster.workers, config.training.replicas_to_aggregate
+    may = find_topology(config.training.strategy).capabilities
+    for table in list_tables(model):
+        if may.mixes_steps and table.min_age <= workers > 1:
+            _log.warning(
+                "the table %s gives a row to another id after %d steps without use, but with %d "
+                "workers a gradient may be that old; set its min_age to several times the number "
+                "of workers",
+                table.name,
+                table.min_age,
+                workers,
+            )
+        if config.training.pull_every > 1:
+            raise ConfigError(
+                f"training.pull_every: workers cannot pull the table {table.name}, because it "
+                "grows during training; leave the key out"
+            )
+        if may.aggregates and 0 < needed < workers:
+            raise ConfigError(
+                f"training.replicas_to_aggregate: with {needed} of {workers} workers, a late "
+                f"worker may change the table {table.name} during a checkpoint; leave the key out"
+            )
+        if may.copies:
+            raise ConfigError(
+                f"training.strategy: {config.training.strategy} has a copy of the table "
+                f"{table.name} in each worker, and the copies would diverge; use a "
+                "strategy with parameter servers"
+            )
+
+
+def list_slots(
+    optimizer: keras.optimizers.Optimizer, variable: keras.Variable
+) -> Iterator[tuple[tf.Variable, Any]]:
+    """Yield a variable's optimizer slots and initial values. None means the variable's value."""
+    trained = optimizer._trainable_variables
+    index = next((i for i, each in enumerate(trained) if each is variable), None)
+    if index is None:
+        return
+    averages = optimizer._model_variables_moving_average if optimizer.use_ema else None
+    for name, slots in vars(optimizer).items():
+        if not isinstance(slots, list) or len(slots) != len(trained) or slots is trained:
+            continue
+        slot = slots[index]
+        if not isinstance(slot, keras.Variable) or slot is variable:
+            continue
+        # Adafactor has one slot with a value per row, and one (`_c`) with a value per column. Only
+        # the first one belongs to the rows.
+        if slot.shape != variable.shape and (slot.shape != variable.shape[:1] or name == "_c"):
+            continue
+        yield slot.value, None if slots is averages else _first_value(slot)
+
+
+def _first_value(slot: keras.Variable) -> float:
+    if initializer := getattr(slot, BEGINS, None):
+        return float(tf.reshape(initializer([1] * len(slot.shape), dtype=slot.dtype), [-1])[0])
+    with tf.device(slot.value.device):
+        return float(tf.reshape(slot.value.sparse_read([0]), [-1])[0])

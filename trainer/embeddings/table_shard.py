@@ -120,6 +120,12 @@ class Shard:
         self.unsaved = (self.free, self.room, self.earlier, self.window)
 
     @property
+    def variables(self) -> list[tf.Variable]:
+        """All variables except optimizer slots. They must be on a single server."""
+        noted = (self.noted.rows, *self.noted.bookkeeping())
+        return [*(each._value for each in noted), *self.unsaved]
+
+    @property
     def device(self) -> str:
         """The device of all variables."""
         return str(self.free.device)
@@ -197,9 +203,8 @@ class Shard:
             return tf.identity(slots)
 
     def _resources(self) -> list[tf.Tensor]:
-        noted = [self.noted.rows.value, *(each.value for each in self.noted.bookkeeping())]
-        variables = [*noted, *self.unsaved, *(slot for slot, _ in self.slots)]
-        return [self.map, *(each.handle for each in variables)]
+        slots = (slot for slot, _ in self.slots)
+        return [self.map, *(each.handle for each in (*self.variables, *slots))]
 
     def _kind(self) -> Hashable:
         """Return everything that `_add_ids` depends on, except resources."""

@@ -22,7 +22,7 @@ import keras
 import tensorflow as tf
 from tensorflow.python.autograph.impl import api
 
-from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings import embedding_table
 from flotilla.trainer.embeddings.batch_rows import Lookups, Sent, Unforeseen
 from flotilla.trainer.embeddings.embedding_table import SEED
 from flotilla.trainer.optimizers.loss_scale import LossScale
@@ -150,7 +150,7 @@ class PureGradient:
         self._lookups = lookups
         of_tables = {id(each) for each in lookups.variables()} if lookups else set()
         self.dense = [each for each in model.trainable_variables if id(each) not in of_tables]
-        self._not_trained = table_state.list_state(model)
+        self._not_trained = embedding_table.list_state(model)
         self.state = [*self._not_trained, *(scale.variables if scale else ())]
         self._moving: list[int] = []
         compute = scale.wrap(self._compute) if scale else self._compute

@@ -29,8 +29,8 @@ import keras
 import tensorflow as tf
 
 from flotilla.trainer.config.topology import Task, find_topology
+from flotilla.trainer.embeddings import embedding_table
 from flotilla.trainer.embeddings import row_updates as touched_rows
-from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.embeddings.embedding_table import SEED
 from flotilla.trainer.optimizers.optimizers import fuse
 from flotilla.trainer.runtime.errors import ConfigError
@@ -79,7 +79,7 @@ class Replicated(KerasStrategy):
         summed = own and self.replicas.num_replicas_in_sync > 1
         touched_rows.use(self.optimizer, self.model, self.config.training, summed=summed)
         self.applied = exact_counter(self.optimizer)
-        table_state.connect(self.model, self.optimizer, self.applied)
+        embedding_table.connect(self.model, self.optimizer, self.applied)
         if not own:
             # The gradients are already means, so Keras must not sum them over the replicas.
             self.optimizer._all_reduce_sum_gradients = list
@@ -96,7 +96,7 @@ class Replicated(KerasStrategy):
         loss = float(self._run_steps(self._iterator, tf.constant(steps))) / steps
         parts = self.config.training.accumulate
         self.advance_position(steps * self.replicas.num_replicas_in_sync * parts)
-        return Report(loss=loss, metrics=table_state.metrics(self.model))
+        return Report(loss=loss, metrics=embedding_table.metrics(self.model))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:

@@ -16,8 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from flotilla.trainer.config.topology import Task, find_topology
+from flotilla.trainer.embeddings import embedding_table
 from flotilla.trainer.embeddings import row_updates as touched_rows
-from flotilla.trainer.embeddings import table_state
 from flotilla.trainer.embeddings.batch_rows import Lookups, Unforeseen, find_lookups
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
@@ -147,7 +147,7 @@ class Served(KerasStrategy):
         touched_rows.use(self.optimizer, self.model, training, pulled=whole)
         self.lookups = None if whole else find_lookups(self.model)
         self.applied = exact_counter(self.optimizer)
-        table_state.connect(self.model, self.optimizer, self.applied)
+        embedding_table.connect(self.model, self.optimizer, self.applied)
 
     def keep(self, others: Mapping[str, tf.Variable]) -> None:
         """Name the variables on the servers, and reuse the values of an earlier attempt.
@@ -157,7 +157,7 @@ class Served(KerasStrategy):
         """
         if not self.state:
             return
-        parts = table_state.list_shards(self.model)
+        parts = embedding_table.list_shards(self.model)
         unsaved = {
             f"{index}/{number}": each
             for index, part in enumerate(parts)
@@ -181,7 +181,7 @@ class Served(KerasStrategy):
     def refresh(self) -> None:
         """Rebuild the indexes of restored tables only: workers may be adding rows to others."""
         taken = self.state.is_taken if self.state else lambda _device: False
-        table_state.restore_tables(self.model, lambda device: not taken(device))
+        embedding_table.restore_tables(self.model, lambda device: not taken(device))
 
     def tally(self) -> Tally:
         """Return a new tally of local steps. A step has one batch for each device of a worker."""
@@ -189,7 +189,7 @@ class Served(KerasStrategy):
 
     def metrics(self) -> dict[str, Any]:
         """Return the metrics of the workers and of the dynamic tables for the history."""
-        return {**self._tally.metrics(), **table_state.metrics(self.model)}
+        return {**self._tally.metrics(), **embedding_table.metrics(self.model)}
 
     def batches_of_step(self) -> int:
         """Return the number of batches in one gradient of a worker."""

@@ -22,7 +22,7 @@ from keras.src.backend import Variable
 from tensorflow.python.eager import context, executor
 
 from flotilla.trainer.config.cluster import server_number
-from flotilla.trainer.embeddings.table_state import BEGINS, list_groups
+from flotilla.trainer.embeddings.embedding_table import BEGINS, list_groups
 from flotilla.trainer.optimizers.optimizers import fuse
 from flotilla.trainer.runtime.errors import ConfigError, describe_out_of_memory, nearest
 

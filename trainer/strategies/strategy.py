@@ -23,9 +23,9 @@ from tensorflow.python.autograph.impl import api
 
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Capabilities, Cluster, Task, find_topology
-from flotilla.trainer.embeddings import table_state
-from flotilla.trainer.optimizers.averaging import AVERAGE, MODEL, find_averages, keep_averages
+from flotilla.trainer.embeddings import embedding_table
 from flotilla.trainer.optimizers.loss_scale import LossScale
+from flotilla.trainer.optimizers.optimizers import AVERAGE, MODEL, find_averages, keep_averages
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies.input_position import Position, Stream
@@ -249,7 +249,7 @@ class KerasStrategy(Strategy):
 
     def refresh(self) -> None:
         """Rebuild the index of each dynamic table from the assigned values."""
-        table_state.restore_tables(self.model)
+        embedding_table.restore_tables(self.model)
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -356,7 +356,7 @@ class MeasuredCopy:
         """Assign the checkpoint `variables`, and return the sums over part `part` of `of`."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
-        table_state.restore_tables(self._model)
+        embedding_table.restore_tables(self._model)
         sums: Sums = self._graph(tf.constant(part), of).numpy()
         return sums
 
@@ -389,7 +389,7 @@ def find_class(config: Config) -> type[Strategy]:
 
 def require_updates(config: Config, model: keras.Model) -> None:
     """Raise `ConfigError` if the model does not support the configured kind of update."""
-    table_state.require(config, model)
+    embedding_table.require(config, model)
     if has_own_step(model):
         _refuse_updates(config, f"{type(model).__name__}.train_step applies its updates itself")
     for layer in model._flatten_layers():

@@ -20,7 +20,7 @@ from typing import Any
 import tensorflow as tf
 
 from flotilla.trainer.config.topology import find_topology
-from flotilla.trainer.embeddings import table_state
+from flotilla.trainer.embeddings.embedding_table import list_state
 from flotilla.trainer.strategies.async_parameter_server import LONG_RUN
 from flotilla.trainer.strategies.gradients import Gradient, add_gradients, divide_gradient
 from flotilla.trainer.strategies.input_position import Batches, encode_plan
@@ -96,7 +96,7 @@ class SyncParameterServer(Served):
         return Report(loss=float(fetch_value(loss)) / steps, metrics=metrics)
 
     def _create_staging(self, name: str) -> Staging:
-        state = [*table_state.list_state(self.model), *(self.scale.variables if self.scale else ())]
+        state = [*list_state(self.model), *(self.scale.variables if self.scale else ())]
         return Staging(
             [each.value for each in self.model.trainable_variables],
             state=[each.value for each in state],

@@ -33,7 +33,7 @@ from flotilla.trainer.checkpoints.index import Interval, SaveInterval
 from flotilla.trainer.config.main_metric import BY_LOSS, VALIDATION, VALIDATION_LOSS, MainMetric
 from flotilla.trainer.config.schema import Config, TrainingConfig
 from flotilla.trainer.events.progress import Work
-from flotilla.trainer.optimizers.averaging import begin_averages, swap_averages
+from flotilla.trainer.optimizers.optimizers import begin_averages, swap_averages
 from flotilla.trainer.runtime.errors import (
     ClusterLostError,
     RunInterruptedError,

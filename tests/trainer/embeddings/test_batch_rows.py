@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from flotilla.trainer.embeddings.batch_rows import RowsOnce, Sent, Unforeseen, find_lookups
+from flotilla.trainer.embeddings.batch_rows import Sent, Unforeseen, find_lookups
 from flotilla.trainer.embeddings.embedding_table import EmbeddingTable
 from flotilla.trainer.embeddings.row_updates import read_rows
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.models.registry import reset_uids
-from flotilla.trainer.optimizers.optimizers import each_row_once
 from flotilla.trainer.strategies.gradients import build_rows_gradient
 from flotilla.trainer.strategies.strategy import build_gradient
 
@@ -80,11 +79,6 @@ def test_the_gradients_of_an_id_are_summed_before_they_are_sent():
     }
 
 
-def test_rows_that_come_once_are_not_looked_through_again():
-    once = RowsOnce(tf.ones([2, 3]), tf.constant([4, 1]))
-    assert each_row_once(once) is once
-
-
 def test_one_message_holds_all_tables_of_a_server(monkeypatch):
     tables = find_lookups(model_of()).tables
     sent = []
@@ -102,22 +96,32 @@ def test_one_message_holds_all_tables_of_a_server(monkeypatch):
     np.testing.assert_array_equal(rows[0], expected)
 
 
-class Turned(keras.layers.Layer):
-    """Rotates each example separately, with a branch on a tensor."""
+class Apply(keras.layers.Layer):
+    """Applies a function to a tensor, optionally with a table whose rows it may look up."""
 
-    def call(self, examples):
-        def turned(example):
-            if example[0] > 0:
-                return example
-            return -example
+    def __init__(self, function, shape=(), dtype="int32", table=None):
+        super().__init__()
+        self.function, self.shape, self.of, self.table = function, shape, dtype, table
+        if table is not None and not table.built:
+            table.build((None,))
 
-        return tf.map_fn(turned, examples)
+    def call(self, x):
+        return self.function(x) if self.table is None else self.function(x, self.table)
+
+    def compute_output_spec(self, x):
+        return keras.KerasTensor((*x.shape[:1], *self.shape), self.of)
 
 
 def test_rows_are_known_where_the_model_maps_a_function_that_branches():
+    def turned(example):
+        if example[0] > 0:
+            return example
+        return -example
+
     ids = keras.Input((), dtype="int32")
     rows = keras.layers.Embedding(20, 1, embeddings_initializer=keras.initializers.Constant(-2))
-    model = keras.Model(ids, Turned()(rows(ids)))
+    layer = Apply(lambda examples: tf.map_fn(turned, examples), (1,), "float32")
+    model = keras.Model(ids, layer(rows(ids)))
     read_rows(model)
     value, _ = of_rows(model)((tf.constant([3, 5]), tf.zeros([2])))
     assert float(value) == 4.0
@@ -131,48 +135,32 @@ def test_a_table_that_no_batch_asks_has_no_row_in_its_gradient():
     assert shapes == [[0, 4]] * 3
 
 
-class Walk(keras.layers.Layer):
-    def call(self, row):
-        return keras.ops.cast(row[:, 0] > 0, "int32")
+def embedding():
+    return keras.layers.Embedding(20, 4)
+
+
+def looked_up(function):
+    """Return a layer that passes ids and an embedding to a function that returns rows."""
+    return Apply(function, (4,), "float32", embedding())
 
 
 def walking(ids):
-    table = keras.layers.Embedding(20, 4)
-    return table(Walk()(table(ids)))
-
-
-class Tied(keras.layers.Layer):
-    """A layer that multiplies by all rows of a table."""
-
-    def __init__(self, table):
-        super().__init__()
-        self.table = table
-
-    def call(self, x):
-        return keras.ops.matmul(x, keras.ops.transpose(self.table.embeddings))
+    table = embedding()
+    return table(Apply(lambda row: keras.ops.cast(row[:, 0] > 0, "int32"))(table(ids)))
 
 
 def tied(ids):
-    table = keras.layers.Embedding(20, 4)
-    return Tied(table)(table(ids))
-
-
-class Branch(keras.layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.table = keras.layers.Embedding(20, 4)
-        self.table.build((None,))
-
-    def call(self, ids):
-        return tf.cond(tf.reduce_all(ids > 0), lambda: self.table(ids), lambda: 2 * self.table(ids))
-
-    def compute_output_spec(self, ids):
-        return keras.KerasTensor((*ids.shape, 4), "float32")
+    table = embedding()
+    times = lambda x, table: keras.ops.matmul(x, keras.ops.transpose(table.embeddings))  # noqa: E731
+    return Apply(times, (20,), "float32", table)(table(ids))
 
 
 def branched(ids):
-    branch = Branch()
-    return branch(ids)
+    return looked_up(
+        lambda ids, table: tf.cond(
+            tf.reduce_all(ids > 0), lambda: table(ids), lambda: 2 * table(ids)
+        )
+    )(ids)
 
 
 class Routed(keras.layers.Layer):
@@ -187,57 +175,32 @@ class Routed(keras.layers.Layer):
 
 
 def routed(ids):
-    return keras.layers.Embedding(20, 4)(Routed()(ids))
-
-
-class Drawn(keras.layers.Layer):
-    """A layer that draws ids with a Keras seed or a TensorFlow seed."""
-
-    def __init__(self, seed=None):
-        super().__init__()
-        self.seed = seed
-
-    def call(self, ids):
-        if self.seed:
-            return keras.random.randint(keras.ops.shape(ids), 0, 20, seed=self.seed)
-        return tf.random.uniform(tf.shape(ids), 0, 20, tf.int32)
-
-    def compute_output_spec(self, ids):
-        return keras.KerasTensor(ids.shape, "int32")
+    return embedding()(Routed()(ids))
 
 
 def drawn(ids):
-    return keras.layers.Embedding(20, 4)(Drawn()(ids))
+    return embedding()(Apply(lambda ids: tf.random.uniform(tf.shape(ids), 0, 20, tf.int32))(ids))
+
+
+class Drawn(keras.layers.Layer):
+    def build(self, _shape):
+        self.seed = keras.random.SeedGenerator(1)
+
+    def call(self, ids):
+        return keras.random.randint(keras.ops.shape(ids), 0, 20, seed=self.seed)
 
 
 def drawn_by_keras(ids):
-    return keras.layers.Embedding(20, 4)(Drawn(keras.random.SeedGenerator(1))(ids))
-
-
-class Bag(keras.layers.Layer):
-    """A layer that looks up ragged or sparse ids."""
-
-    def __init__(self, made):
-        super().__init__()
-        self.made = made
-        self.table = keras.layers.Embedding(20, 4)
-        self.table.build((None,))
-
-    def call(self, ids):
-        return self.table(self.made(ids))
-
-    def compute_output_spec(self, ids):
-        return keras.KerasTensor((*ids.shape, 4), "float32")
+    return embedding()(Drawn()(ids))
 
 
 def ragged(ids):
-    bag = Bag(lambda each: tf.RaggedTensor.from_row_lengths(each, tf.ones_like(each)))
-    return bag(ids)
+    made = lambda each: tf.RaggedTensor.from_row_lengths(each, tf.ones_like(each))  # noqa: E731
+    return looked_up(lambda ids, table: table(made(ids)))(ids)
 
 
 def sparse(ids):
-    bag = Bag(lambda each: tf.sparse.from_dense(each[:, tf.newaxis]))
-    return bag(ids)
+    return looked_up(lambda ids, table: table(tf.sparse.from_dense(ids[:, tf.newaxis])))(ids)
 
 
 @pytest.mark.parametrize(
@@ -283,12 +246,9 @@ def test_rows_of_words_are_known_beforehand(unknown):
     assert found[0].indices.numpy().tolist() == [2]
 
 
-def sub(**named):
-    class Own(ShardedEmbedding):
-        def call(self, ids):
-            return 2 * super().call(ids)
-
-    return Own(9, 2, **named)
+class Own(ShardedEmbedding):
+    def call(self, ids):
+        return 2 * super().call(ids)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +257,7 @@ def sub(**named):
         lambda: keras.layers.Embedding(9, 2, embeddings_regularizer="l2"),
         lambda: keras.layers.Embedding(9, 2, trainable=False),
         lambda: EmbeddingTable(9, 2),
-        sub,
+        lambda: Own(9, 2),
     ],
 )
 def test_tables_that_have_to_be_used_in_their_place(table):

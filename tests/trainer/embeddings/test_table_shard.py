@@ -15,26 +15,30 @@ from tests.trainer.embeddings.test_embedding_table import (
     DIMENSION,
     KEYS,
     ids_of,
+    in_graph,
     known,
     table,
     trained,
 )
 
 
-def in_graph(layer):
-    def looked_up(ids):
-        return layer(ids, training=True)
+def counted(capacity, step=0, **named):
+    """Return a table with a step counter, and a function that trains at a step."""
+    layer, steps = table(capacity, **named), tf.Variable(step, dtype=tf.int64)
+    layer.connect(steps, lambda _: [])
 
-    return tf.function(
-        looked_up, input_signature=[tf.TensorSpec([None], tf.int64)], autograph=False
-    )
+    def train_at(step, ids):
+        steps.assign(step)
+        trained(layer, ids)
+
+    return layer, steps, train_at
 
 
 class Truth:
     """The expected state of a table with one shard: exact counts of ids, and the ids with a row."""
 
     def __init__(self, layer):
-        (self._shard,) = layer._parts
+        (self._shard,) = layer.parts
         self._step, self._min_count = in_graph(layer), layer.min_count
         self._counted = 0
         self.counts, self.due, self.with_row = Counter(), set(), set()
@@ -106,13 +110,13 @@ def test_ids_of_a_large_batch_are_not_forgotten_by_small_ones_in_between(small):
 
 
 def sieved(layer):
-    (shard,) = layer._parts
+    (shard,) = layer.parts
     return int(shard.noted.tally.numpy()[table_shard.SIEVED])
 
 
 def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
     layer = table(2, min_count=3)
-    (shard,) = layer._parts
+    (shard,) = layer.parts
     limit = sieve.WINDOW * shard.noted.seen.shape[0]
     # The ids occur more than `limit` times in total, but the sketch holds only 64 ids.
     for _ in range(40):
@@ -130,7 +134,7 @@ def test_the_sieve_is_halved_by_the_ids_that_it_holds_however_often_they_come():
 
 def test_the_sieve_knows_what_it_holds_after_it_was_halved():
     layer = table(100, min_count=3)
-    (shard,) = layer._parts
+    (shard,) = layer.parts
     for _ in range(4):
         trained(layer, range(2000))
     seen = shard.noted.seen.numpy()
@@ -154,67 +158,64 @@ def test_a_cell_of_the_sieve_does_not_begin_anew_when_it_is_full():
     assert known(layer, [1, 2]) == [False, True]
 
 
+def test_ages_are_those_of_the_counter_that_a_strategy_has():
+    layer, _, train_at = counted(8, max_age=100)
+    train_at(0, [1, 2])
+    for step in (100, 112):
+        train_at(step, [2])
+        assert known(layer, [1]) == [step == 100]
+
+
 def test_rows_of_a_longer_run_grow_old_in_this_one():
-    layer, steps = table(8, max_age=100), tf.Variable(5000, dtype=tf.int64)
-    layer.connect(steps, lambda _: [])
-    trained(layer, [1, 2])
+    layer, steps, train_at = counted(8, max_age=100)
+    train_at(5000, [1, 2])
     # Simulate a warm start.
     steps.assign(0)
     layer.rebuild()
-    steps.assign(112)
-    trained(layer, [2])
+    train_at(112, [2])
     assert known(layer, [1, 2]) == [False, True]
 
 
 def test_rows_that_an_earlier_run_used_last_stay_longest():
-    layer, steps = table(4), tf.Variable(0, dtype=tf.int64)
-    layer.connect(steps, lambda _: [])
+    layer, steps, train_at = counted(4)
     for step, ids in ((100, [1, 2]), (150, [3, 4]), (200, [1, 2])):
-        steps.assign(step)
-        trained(layer, ids)
+        train_at(step, ids)
     for step in (0, 40):
         # Step 0 simulates a warm start, and step 40 a restart from a checkpoint of this run.
         steps.assign(step)
         layer.rebuild()
         trained(layer, [2])
-    (shard,) = layer._parts
+    (shard,) = layer.parts
     assert shard.earlier.numpy() == 200
     trained(layer, [5, 6])
     assert known(layer, range(1, 7)) == [True, True, False, False, True, True]
 
 
 def test_ages_go_on_where_all_rows_of_an_earlier_run_were_given_up():
-    layer, steps = table(8, min_count=2, max_age=100), tf.Variable(0, dtype=tf.int64)
-    layer.connect(steps, lambda _: [])
+    layer, steps, train_at = counted(8, min_count=2, max_age=100)
     for step, ids in ((0, [1, 1]), (5000, [])):
-        steps.assign(step)
-        trained(layer, ids)
+        train_at(step, ids)
     assert layer.metrics() == {"rows": 0, "evicted": 1, "turned_away": 0}
     # Simulate a warm start.
     steps.assign(0)
     layer.rebuild()
     for step, ids in ((10, [1, 1]), (20, [2, 2]), (115, [2])):
-        steps.assign(step)
-        trained(layer, ids)
+        train_at(step, ids)
     assert known(layer, [1, 2]) == [False, True]
 
 
 def test_a_lookup_of_an_earlier_step_makes_no_row_older():
-    layer, steps = table(8), tf.Variable(50, dtype=tf.int64)
-    layer.connect(steps, lambda _: [])
-    trained(layer, [1])
-    steps.assign(10)
-    trained(layer, [1, 2])
-    (shard,) = layer._parts
+    layer, _, train_at = counted(8)
+    train_at(50, [1])
+    train_at(10, [1, 2])
+    (shard,) = layer.parts
     places = [shard.noted.ids.numpy().tolist().index(each) for each in (1, 2)]
     assert shard.noted.used.numpy()[places].tolist() == [50, 10]
 
 
 def test_the_step_is_read_when_the_ids_are_there():
-    layer, steps = table(8, shards=2), tf.Variable(0, dtype=tf.int64)
-    layer.connect(steps, lambda _: [])
-    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
-    graph = step.get_concrete_function(tf.TensorSpec([None], tf.int64, "ids")).graph
+    layer, steps, _ = counted(8, shards=2)
+    graph = in_graph(layer).get_concrete_function().graph
     handle = next(inner for outer, inner in graph.captures if outer is steps.handle)
     reads = [op for op in handle.consumers() if op.type == "ReadVariableOp"]
     assert [[each.name for each in op.control_inputs] for op in reads] == [["ids"]]
@@ -223,7 +224,7 @@ def test_the_step_is_read_when_the_ids_are_there():
 @pytest.mark.parametrize("keys", KEYS)
 def test_threads_that_bring_the_same_new_ids_make_one_row_of_each(keys):
     layer = table(400, shards=2, keys=keys)
-    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
+    step = in_graph(layer)
     batches = [ids_of(layer, np.arange(n, n + 100)) for n in range(0, 100, 20)]
     step(batches[0])
     begun = threading.Barrier(2)
@@ -295,7 +296,7 @@ def test_its_variables_are_made_where_they_are_placed():
         return next_creator(**kwargs)
 
     with tf.variable_creator_scope(create):
-        (shard,) = table(5)._parts
+        (shard,) = table(5).parts
     large = [each for each in given if not np.isscalar(each)]
     assert len(large) == 6
     assert all(map(callable, large))
@@ -306,7 +307,7 @@ def test_of_two_slots_of_an_id_the_later_one_stays():
     layer = table(6)
     for ids in ([1], [2], [3]):
         trained(layer, ids)
-    (shard,) = layer._parts
+    (shard,) = layer.parts
     first, _, later = (shard.noted.ids.numpy().tolist().index(each) for each in (1, 2, 3))
     expected = shard.noted.rows.numpy()[first]
     # Simulate a worker that dies before the slot of 3 is in the map.
@@ -350,9 +351,7 @@ def before(op):
 def test_a_worker_that_dies_leaves_no_id_a_slot_that_is_free(keys):
     layer, slot = table(8, keys=keys), tf.Variable(tf.zeros([9, DIMENSION]))
     layer.connect(tf.Variable(0, dtype=tf.int64), lambda _: [(slot, 0.0)])
-    step = tf.function(lambda ids: layer(ids, training=True), autograph=False)
-    graph = step.get_concrete_function(tf.TensorSpec([None], keys)).graph
-
+    graph = in_graph(layer).get_concrete_function().graph
     found = branch_with(graph, "LookupTableInsertV2")
     (insert,), (room,) = found["LookupTableInsertV2"], found["AssignSubVariableOp"]
     written = found["ResourceScatterUpdate"]

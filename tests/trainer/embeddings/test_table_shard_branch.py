@@ -8,7 +8,9 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.embeddings.table_shard import SharedBranch
-from tests.trainer.embeddings.test_embedding_table import known, table
+from tests.trainer.embeddings.test_embedding_table import in_graph, known, table
+
+CPU = "/device:CPU:0"
 
 
 class Counter:
@@ -24,9 +26,9 @@ class Counter:
         with tf.control_dependencies([self.number.assign_add(factor * tf.reduce_sum(given))]):
             return tf.fill(tf.shape(given), self.number.read_value())
 
-    def run(self, branch, is_needed, given, factor, device="/device:CPU:0"):
-        given = (given, tf.constant(factor, tf.int64))
-        return branch.run(is_needed, self.add, given, [self.number.handle], device)
+    def run(self, branch, is_needed, given, factor, **placed):
+        given, handles = (given, tf.constant(factor, tf.int64)), [self.number.handle]
+        return branch.run(is_needed, self.add, given, handles, **{"device": CPU, **placed})
 
 
 @pytest.fixture(autouse=True)
@@ -34,74 +36,54 @@ def untraced():
     Counter.traced = 0
 
 
-@pytest.mark.parametrize("device", ["/device:CPU:0", "/device:GPU:0"])
+@pytest.mark.parametrize("device", [CPU, "/device:GPU:0"])
 def test_each_owner_changes_its_own_resources_by_one_trace(device):
     branch, counters = SharedBranch(), [Counter(start) for start in (100, 200, 300)]
 
     @tf.function(autograph=False)
     def step(is_needed, given):
         return [
-            each.run(branch, is_needed, given, factor, device)
+            each.run(branch, is_needed, given, factor, device=device)
             for factor, each in enumerate(counters, start=1)
         ]
 
-    given = tf.constant([1, 2], tf.int64)
+    given, expected = tf.constant([1, 2], tf.int64), [103, 206, 309]
     assert [each.numpy().tolist() for each in step(tf.constant(False), given)] == [[1, 2]] * 3
-    assert [each.numpy().tolist() for each in step(tf.constant(True), given)] == [
-        [103, 103],
-        [206, 206],
-        [309, 309],
-    ]
-    assert [each.number.numpy() for each in counters] == [103, 206, 309]
+    found = [each.numpy().tolist() for each in step(tf.constant(True), given)]
+    assert found == [[each, each] for each in expected]
+    assert [each.number.numpy() for each in counters] == expected
     assert Counter.traced == 1
 
 
-@pytest.mark.parametrize("device", ["/device:CPU:0", "/device:GPU:0"])
+@pytest.mark.parametrize("device", [CPU, "/device:GPU:0"])
 def test_without_a_graph_it_is_run_by_python(device):
     branch, counter = SharedBranch(), Counter(5)
     given = tf.constant([1, 2], tf.int64)
     for is_needed, found in ((False, [1, 2]), (True, [11, 11]), (True, [17, 17])):
-        got = counter.run(branch, tf.constant(is_needed), given, 2, device)
+        got = counter.run(branch, tf.constant(is_needed), given, 2, device=device)
         assert got.numpy().tolist() == found
     assert Counter.traced == 2
 
 
-def test_other_types_or_another_number_of_resources_are_another_branch():
+def test_another_number_of_resources_or_another_kind_is_another_branch():
     branch, counter, other = SharedBranch(), Counter(1), Counter(2)
-
-    def both(given):
-        with tf.control_dependencies([other.number.assign(7)]):
-            return counter.add(given, tf.constant(1, tf.int64))
-
-    @tf.function(autograph=False)
-    def step(given):
-        one = counter.run(branch, tf.constant(True), given, 1)
-        with tf.control_dependencies([one]):
-            handles = [counter.number.handle, other.number.handle]
-            return branch.run(tf.constant(True), both, [given], handles, "/device:CPU:0")
-
-    assert step(tf.constant([2], tf.int64)).numpy().tolist() == [5]
-    assert other.number.numpy() == 7
-    assert Counter.traced == 2
-
-
-def test_work_of_another_kind_is_another_branch():
-    branch, counters = SharedBranch(), [Counter(1), Counter(2)]
     given = (tf.constant([2], tf.int64), tf.constant(1, tf.int64))
 
-    @tf.function(autograph=False)
-    def step(kinds):
-        return [
-            branch.run(
-                tf.constant(True), each.add, given, [each.number.handle], "/device:CPU:0", kind
-            )
-            for kind, each in zip(kinds, counters, strict=True)
-        ]
+    def both(given, factor):
+        with tf.control_dependencies([other.number.assign(7)]):
+            return counter.add(given, factor)
 
-    for kinds, traced in (("aa", 1), ("ab", 2)):
-        step(kinds)
-        assert Counter.traced == traced
-    assert [each.number.numpy() for each in counters] == [5, 6]
+    @tf.function(autograph=False)
+    def step(*kinds):
+        for kind in kinds:
+            counter.run(branch, tf.constant(True), given[0], 1, kind=kind)
+        handles = [counter.number.handle, other.number.handle]
+        return branch.run(tf.constant(True), both, given, handles, CPU, kinds[0])
+
+    step("a", "a")
+    assert (other.number.numpy(), Counter.traced) == (7, 2)
+    step("a", "b")
+    assert (counter.number.numpy(), Counter.traced) == (1 + 6 * 2, 3)
 
 
 def grown(*tables):
@@ -116,20 +98,19 @@ def grown(*tables):
     return sum(any(n.op == "LookupTableInsertV2" for n in each.node_def) for each in functions)
 
 
-def connected(*tables, slot=0.5):
+def connected(*tables, slots=(0.5, 0.5)):
     """Connect tables as a strategy does, each with its own optimizer slot."""
     steps = tf.Variable(0, dtype=tf.int64)
-    for layer in tables:
+    for layer, slot in zip(tables, slots, strict=False):
         layer.connect(
-            steps, lambda rows: [(tf.Variable(tf.zeros(rows.shape)), slot)], alike=tables[0]
+            steps, lambda rows, slot=slot: [(tf.Variable(tf.zeros(rows.shape)), slot)], tables[0]
         )
     return tables
 
 
 def seeded(seed, capacity=64, **named):
-    return table(
-        capacity, initializer=keras.initializers.RandomUniform(seed=seed), shards=2, **named
-    )
+    drawn = keras.initializers.RandomUniform(seed=seed)
+    return table(capacity, **{"initializer": drawn, "shards": 2, **named})
 
 
 def test_tables_that_differ_by_their_seeds_share_one():
@@ -141,7 +122,7 @@ def test_tables_that_differ_by_their_seeds_share_one():
     np.testing.assert_array_equal(rows[1], alone(tf.range(30, dtype=tf.int64)).numpy())
     for layer in (one, other):
         assert layer.metrics()["rows"] == 30
-        for shard in layer.parts():
+        for shard in layer.parts:
             there = shard.noted.used.numpy()[: shard.capacity] >= 0
             slot, _ = shard.slots[0]
             assert (slot.numpy()[: shard.capacity][there] == 0.5).all()
@@ -149,24 +130,18 @@ def test_tables_that_differ_by_their_seeds_share_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "named", [{"capacity": 62}, {"min_count": 2}, {"min_age": 5}, {"max_age": 9}]
+    ("named", "slots"),
+    [
+        ({"capacity": 62}, (0.5, 0.5)),
+        ({"min_count": 2}, (0.5, 0.5)),
+        ({"min_age": 5}, (0.5, 0.5)),
+        ({"max_age": 9}, (0.5, 0.5)),
+        ({"initializer": "zeros"}, (0.5, 0.5)),
+        ({}, (0.5, 0.25)),
+    ],
 )
-def test_tables_that_differ_otherwise_share_none(named):
-    assert grown(*connected(seeded(1), seeded(1, **named))) == 2
-
-
-@pytest.mark.slow
-def test_nor_do_those_of_other_initializers_or_slots():
-    zeros = table(64, initializer="zeros", shards=2)
-    assert grown(*connected(seeded(1), zeros)) == 2
-    one, other = seeded(1), seeded(1)
-    connected(one)
-    other.connect(
-        tf.Variable(0, dtype=tf.int64),
-        lambda rows: [(tf.Variable(tf.zeros(rows.shape)), 0.25)],
-        alike=one,
-    )
-    assert grown(one, other) == 2
+def test_tables_that_differ_otherwise_share_none(named, slots):
+    assert grown(*connected(seeded(1), seeded(1, **named), slots=slots)) == 2
 
 
 class Unnamed(keras.initializers.Initializer):
@@ -200,21 +175,10 @@ def test_those_of_initializers_of_the_user_share_none(drawn):
 
 def test_the_graph_of_a_step_has_no_operation_of_it():
     layer = table(64, shards=3)
-
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.int64)])
-    def step(ids):
-        return layer(ids, training=True)
-
+    step = in_graph(layer)
+    assert grown(layer) == 1
     kinds = [each.type for each in step.get_concrete_function().graph.get_operations()]
     assert kinds.count("If") == 3
     assert "LookupTableInsertV2" not in kinds
-    functions = step.get_concrete_function().graph.as_graph_def().library.function
-    inserts = [
-        each.signature.name
-        for each in functions
-        if any(node.op == "LookupTableInsertV2" for node in each.node_def)
-    ]
-    assert len(inserts) == 1
-    step(np.arange(30))
     assert all(known(layer, np.arange(30)))
-    assert all((shard.noted.used.numpy() >= 0).any() for shard in layer.parts())
+    assert all((shard.noted.used.numpy() >= 0).any() for shard in layer.parts)

@@ -99,11 +99,12 @@ def test_another_precision_stays_as_it_is():
         np.testing.assert_allclose(value, expected, rtol=1e-12)
 
 
-def test_what_is_derived_from_it_keeps_its_own_formula():
-    class Still(keras.optimizers.SGD):
-        def update_step(self, gradient, variable, learning_rate):
-            """Change no variable."""
+class Still(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        """Change no variable."""
 
+
+def test_what_is_derived_from_it_keeps_its_own_formula():
     variable = keras.Variable(np.ones(3), dtype="float32")
     optimizer = Still(0.1)
     optimizer.build([variable])

@@ -68,7 +68,7 @@ def test_what_is_large_and_on_a_server_with_values_is_made_without(built, taken,
     assert [each for each in without_values(strategy) if "adagrad" not in each] == names
     table, *_ = strategy.model.trainable_variables
     # Slots of rows are known by their initializer.
-    ((_, first),) = parameter_server.table_state.list_slots(strategy.optimizer, table)
+    ((_, first),) = parameter_server.embedding_table.list_slots(strategy.optimizer, table)
     assert first == 0.25
     # What nobody has taken gets its values.
     if names:

@@ -14,8 +14,8 @@ from tensorflow.python.eager import context, executor
 
 from flotilla.trainer.config.model import OPTIMIZERS, OptimizerConfig
 from flotilla.trainer.config.schema import TrainingConfig
+from flotilla.trainer.embeddings.embedding_table import BEGINS
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
-from flotilla.trainer.embeddings.table_state import BEGINS
 from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.strategies import placement

@@ -53,7 +53,7 @@ class Attempt(Served):
         self.grown.build(None)
         self.grown.connect(self.held[STEP], lambda _: [])
         self.model, self._kept = SimpleNamespace(_flatten_layers=lambda: [self.grown]), KeptValues()
-        (shard,) = self.grown.parts()
+        (shard,) = self.grown.parts
         for number, each in enumerate((shard.noted.rows, *shard.noted.bookkeeping())):
             self.held[f"grown/{number}"] = each.value
         self.uri = uri
@@ -93,7 +93,7 @@ class Attempt(Served):
 
     def places(self):
         """Return the slots of the ids 10 and 20; the last slot belongs to ids without a row."""
-        (shard,) = self.grown.parts()
+        (shard,) = self.grown.parts
         return shard._find(tf.constant([10, 20], tf.int64)).numpy().tolist()
 
 

@@ -9,7 +9,7 @@ import pytest
 from flotilla.trainer.checkpoints.index import read_index
 from flotilla.trainer.config.topology import Capabilities
 from flotilla.trainer.events import AttemptBegin, CheckpointPassedOver
-from flotilla.trainer.optimizers import averaging
+from flotilla.trainer.optimizers import optimizers
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
 from flotilla.trainer.strategies.server_state import ServerState
 from flotilla.trainer.training.loop import DIVERGED
@@ -255,7 +255,7 @@ def test_averages_in_the_place_of_weights_are_nothing_to_go_on_from(run, monkeyp
             reported.append(is_whole)
 
     reported = []
-    monkeypatch.setattr(averaging, "_exchange", lambda _: reported.append("exchanged"))
+    monkeypatch.setattr(optimizers, "_exchange", lambda _: reported.append("exchanged"))
     run.train(Reporting(), steps=10, ema=0.5, validate=lambda _: {"loss": 1.0})
     assert reported == [True, False, "exchanged", "exchanged", True]
 

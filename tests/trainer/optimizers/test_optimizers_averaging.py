@@ -7,13 +7,13 @@ import pytest
 import tensorflow as tf
 
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.optimizers.averaging import (
+from flotilla.trainer.optimizers.optimizers import (
     begin_averages,
+    build_optimizer,
     find_averages,
     keep_averages,
     swap_averages,
 )
-from flotilla.trainer.optimizers.optimizers import build_optimizer
 from flotilla.trainer.strategies.strategy import create, exact_counter
 from tests.trainer.plain import CHIEF, NOBODY, problem_of
 
