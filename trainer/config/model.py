@@ -48,7 +48,7 @@ MODELS = {
     "gru": "flotilla.trainer.models.classifiers:gru",
     "tabular": "flotilla.trainer.models.tabular:tabular",
     "text": "flotilla.trainer.models.tabular:text",
-    "sequence": "flotilla.trainer.models.sequence:sequence",
+    "sequence": "flotilla.trainer.models.tabular:sequence",
 }
 #: The models whose argument `tables` configures the embedding tables of features.
 RECOMMENDERS = ("two_tower", "two_tower_ranker")

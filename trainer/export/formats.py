@@ -218,7 +218,7 @@ def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
 
 
 def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
-    keras_file.write(subject.model, path)
+    keras_file.plain_model(subject.model).save(path)
 
 
 def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:

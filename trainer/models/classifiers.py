@@ -186,7 +186,8 @@ def gru(
         size("vocabulary", vocabulary), size("dimension", dimension), mask_zero=True, name="tokens"
     )(given)
     shape = spec.output_shape
-    each_place = not isinstance(shape, Mapping) and _sizes(shape[:-1]) == places
+    sizes_of = [] if isinstance(shape, Mapping) else [None if n < 0 else n for n in shape[:-1]]
+    each_place = sizes_of == [*places]
     layer = keras.layers.GRU(size("units", units), return_sequences=each_place, name="gru")
     if bidirectional:
         layer = keras.layers.Bidirectional(layer, name="both_ways")
@@ -195,7 +196,3 @@ def gru(
         logits = keras.layers.Dense(spec.num_classes, dtype="float32", name="logits")(x)
         return keras.Model(given, logits, name="gru")
     return keras.Model(given, outputs(spec, x), name="gru")
-
-
-def _sizes(shape: tuple[int, ...]) -> tuple[int | None, ...]:
-    return tuple(None if size < 0 else size for size in shape)

@@ -26,11 +26,6 @@ from flotilla.trainer.config.model import MODELS
 _log = logging.getLogger(__name__)
 
 
-def write(model: keras.Model, path: Path) -> None:
-    """Write a model to a file, without layers of this package if possible."""
-    plain_model(model).save(path)
-
-
 def read(path: Path) -> keras.Model:
     """Read a model without its loss from a file of this or an earlier version.
 

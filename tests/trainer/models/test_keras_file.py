@@ -113,7 +113,7 @@ def test_a_plain_environment_reads_every_model(tmp_path):
         model, given, inputs = built(name)
         folder = tmp_path / name
         folder.mkdir()
-        keras_file.write(model, folder / "model.keras")
+        keras_file.plain_model(model).save(folder / "model.keras")
         assert keras_file.list_modules(folder / "model.keras") == [], name
         types = spec.dtype if len(inputs) > 1 else {spec.names[0]: spec.dtype}
         link = LINKS.get(name, "softmax")
@@ -143,7 +143,7 @@ def test_a_plain_environment_reads_every_model(tmp_path):
 def test_a_file_answers_as_the_model_and_names_no_class_of_ours(tmp_path, name):
     model, given, _ = built(name)
     path = tmp_path / "model.keras"
-    keras_file.write(model, path)
+    keras_file.plain_model(model).save(path)
     assert keras_file.list_modules(path) == []
     np.testing.assert_allclose(keras_file.read(path)(given), model(given), rtol=1e-6, atol=1e-6)
 
@@ -189,7 +189,7 @@ def test_a_layer_that_is_called_twice_keeps_its_class(tmp_path):
     layer = Vocabulary(["x"])
     model = keras.Model(given, keras.layers.Add()([layer(each) for each in given]))
     path = tmp_path / "model.keras"
-    keras_file.write(model, path)
+    keras_file.plain_model(model).save(path)
     assert keras_file.list_modules(path)
     texts = [tf.constant(["x", "y"]), tf.constant(["x", "x"])]
     np.testing.assert_array_equal(keras_file.read(path)(texts), model(texts))

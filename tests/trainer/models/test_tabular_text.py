@@ -66,7 +66,7 @@ def test_what_a_text_repeats_counts_once_and_what_is_unknown_never():
 def test_a_file_answers_as_the_model(tmp_path, texts, is_plain):
     model = built(texts)
     given = tf.constant([*texts[:5], "", "不好 not good", "one"])
-    keras_file.write(model, tmp_path / "model.keras")
+    keras_file.plain_model(model).save(tmp_path / "model.keras")
     assert (keras_file.list_modules(tmp_path / "model.keras") == []) == is_plain
     again = keras_file.read(tmp_path / "model.keras")
     np.testing.assert_allclose(again(given), model(given), rtol=1e-5, atol=1e-6)

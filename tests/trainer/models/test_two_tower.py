@@ -17,10 +17,19 @@ from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.models.known import learnt
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import build_step
+from tests.trainer.refusal import refusal
 
-PAIRS = InputSpec(
-    shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
-)
+
+def spec_of(shape=(), dtype="int64", output_shape=(2,), **dtypes):
+    """Return the spec of an item and a user, whose types may be given by name."""
+    return InputSpec(
+        shape={"item": (), "user": shape},
+        dtype={"item": dtype, "user": dtype, **dtypes},
+        output_shape=output_shape,
+    )
+
+
+PAIRS = spec_of()
 ROWS = {"user": 7, "item": 5}
 
 
@@ -58,14 +67,11 @@ def test_its_score_is_the_match_of_both_towers_and_a_bias():
 
 
 def test_its_tables_are_in_as_many_shards_as_were_asked_for():
-    shapes = {path: value.shape for path, value in weights(build(rows=ROWS, shards=3)).items()}
-    assert [shapes[f"user_embedding/shard_{n}"] for n in range(3)] == [(3, 16), (2, 16), (2, 16)]
-    assert [shapes[f"item_embedding/shard_{n}"] for n in range(3)] == [(2, 16), (2, 16), (1, 16)]
     # A table has at most one shard per row.
-    paths = weights(build(rows={"user": 7, "item": 1}, shards=2))
-    assert {path for path in paths if path.startswith("item_embedding")} == {
-        "item_embedding/shard_0"
-    }
+    paths = weights(build(rows={"user": 7, "item": 1}, shards=3))
+    assert {path for path in paths if "embedding" in path} == {
+        "item_embedding/shard_0", *(f"user_embedding/shard_{n}" for n in range(3)),
+    }  # fmt: skip
 
 
 def test_towers_have_the_hidden_layers_that_were_asked_for():
@@ -88,26 +94,19 @@ def test_unknown_ids_may_share_a_row():
             "needs 2 input features, but the dataset has one, uint8 of shape (8, 8, 1); set "
             "data.inputs: [USER, ITEM]",
         ),
+        (spec_of(output_shape=(10,)), "needs 2 classes, but the dataset has 10"),
         (
-            InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, output_shape=(10,)),
-            "needs 2 classes, but the dataset has 10",
-        ),
-        (
-            InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, output_shape=(2,)),
+            spec_of((2,)),
             "needs one whole number as 'user', but the dataset has item (int64 of shape ()), "
             "user (int64 of shape (2,))",
         ),
         (
-            InputSpec(
-                shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, output_shape=(2,)
-            ),
+            spec_of(item="string"),
             "needs one whole number as 'item', but the dataset has item (string of shape ()), "
             "user (int64 of shape ())",
         ),
         (
-            InputSpec(
-                shape=PAIRS.shape, dtype={"item": "int64", "user": "float32"}, output_shape=(2,)
-            ),
+            spec_of(user="float32"),
             "needs one whole number as 'user', but the dataset has item (int64 of shape ()), "
             "user (float32 of shape ()); whole numbers are read as floats if some are missing: "
             "fill the missing values",
@@ -115,41 +114,30 @@ def test_unknown_ids_may_share_a_row():
     ],
 )
 def test_a_dataset_that_does_not_fit_is_refused(spec, message):
-    with pytest.raises(ConfigError) as caught:
-        build(spec, rows=ROWS)
-    assert str(caught.value) == f"model two_tower: the model {message}"
+    assert refusal(build, spec, rows=ROWS) == f"model two_tower: the model {message}"
+
+
+ROWS_OF = "it must be {item: COUNT, user: COUNT}"
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (
-            {"rows": {"user": 7}},
-            "rows: {'user': 7} is not allowed; it must be {item: COUNT, user: COUNT}",
-        ),
-        (
-            {"rows": {"user": 7, "item": 0}},
-            "rows of item: 0 is not allowed; it must be a whole number of at least 1",
-        ),
-        (
-            {"rows": ROWS, "dimension": 0},
-            "dimension: 0 is not allowed; it must be a whole number of at least 1",
-        ),
-        (
-            {"rows": ROWS, "shards": 1.5},
-            "shards: 1.5 is not allowed; it must be a whole number of at least 1",
-        ),
-        (
-            {"rows": ROWS, "hidden_units": 8},
-            "hidden_units: 8 is not allowed; it must be a list of whole numbers of at least 1",
-        ),
+        ({"rows": {"user": 7}}, f"rows: {{'user': 7}} is not allowed; {ROWS_OF}"),
+        ({"rows": {"user": 7, "item": 0}}, "rows of item: 0 is not allowed; it must be a whole nu"),
+        ({"rows": ROWS, "dimension": 0}, "dimension: 0 is not allowed; it must be a whole number"),
+        ({"rows": ROWS, "shards": 1.5}, "shards: 1.5 is not allowed; it must be a whole number"),
+        ({"rows": ROWS, "hidden_units": 8}, "hidden_units: 8 is not allowed; it must be a list of"),
         ({"rows": ROWS, "unknown": "zero"}, "unknown: 'zero' is not one of error, wrap"),
+        (
+            {"tables": {"user": {"capacity": 5}}},
+            f"rows: None is not allowed; {ROWS_OF}, except for features with a capacity in tables "
+            "({'user': {'capacity': 5}})",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(args, message):
-    with pytest.raises(ConfigError) as caught:
-        build(**args)
-    assert str(caught.value) == f"model two_tower: {message}"
+    assert refusal(build, **args).startswith(f"model two_tower: {message}")
 
 
 @pytest.mark.slow
@@ -170,35 +158,13 @@ def test_it_learns_tastes_that_popularity_does_not_show():
 
 
 def test_its_tables_may_grow():
-    spec = InputSpec(
-        shape=PAIRS.shape, dtype={"item": "int64", "user": "string"}, output_shape=(2,)
-    )
-    model = build(spec, rows={"item": 5}, tables={"user": {"capacity": 9, "shards": 3}})
+    tables = {"user": {"capacity": 9, "shards": 3}}
+    model = build(spec_of(user="string"), rows={"item": 5}, tables=tables)
     table = model.get_layer("user_embedding")
     assert (table.capacity, table.shards, table.keys) == (9, 3, "string")
     batch = {"user": tf.constant(["a", "b"]), "item": tf.constant([1, 4])}
     assert model(batch, training=True).shape == (2, 2)
     assert table.metrics()["rows"] == 2
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (
-            {"tables": {"user": {"capacity": 5}}},
-            "rows: None is not allowed; it must be {item: COUNT, user: COUNT}, except for features "
-            "with a capacity in tables ({'user': {'capacity': 5}})",
-        ),
-        (
-            {"rows": {"item": 5}, "tables": {"user": {"capacity": 1}}},
-            "tables.user.capacity: 1 is not allowed; it must be at least 2",
-        ),
-    ],
-)
-def test_tables_that_cannot_grow_are_refused(args, message):
-    with pytest.raises(ConfigError) as caught:
-        build(**args)
-    assert str(caught.value) == f"model two_tower: {message}"
 
 
 def of_training(dtype, **of_each):
