@@ -30,7 +30,7 @@ from flotilla.trainer.evaluation.comparison import Opponents, compare_paired
 from flotilla.trainer.evaluation.estimates import Estimate, Metric
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.tasks.base import Part, Target, Whole
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import BinaryClassification
 
 NIGHTS = 1000
 # Number of nights in a chain of champions.

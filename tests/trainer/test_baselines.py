@@ -14,10 +14,12 @@ from flotilla.trainer.features.dataset_spec import BLOCK_ROWS, SCHEMA, DatasetSp
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.tasks.base import Target
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
 

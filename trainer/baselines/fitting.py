@@ -21,9 +21,11 @@ from scipy import sparse
 
 from flotilla.trainer.baselines.rows import Clock, Columns, Matrix, NoBaselineError, Rows
 from flotilla.trainer.tasks.base import Array, Floats, Task
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
 

@@ -42,10 +42,8 @@ from flotilla.trainer.storage.uri import FORMS, check_path, is_uri, name_of
 
 TASKS = {
     "classification": "flotilla.trainer.tasks.classification:Classification",
-    "binary_classification": "flotilla.trainer.tasks.binary_classification:BinaryClassification",
-    "multilabel_classification": (
-        "flotilla.trainer.tasks.multilabel_classification:MultilabelClassification"
-    ),
+    "binary_classification": "flotilla.trainer.tasks.classification:BinaryClassification",
+    "multilabel_classification": "flotilla.trainer.tasks.classification:MultilabelClassification",
     "multi_output": "flotilla.trainer.tasks.multi_output:MultiOutput",
     "ranking": "flotilla.trainer.tasks.ranking:Ranking",
     "recommendation": "flotilla.trainer.tasks.recommendation:Recommendation",

@@ -26,7 +26,7 @@ from flotilla.trainer.promotion.registry import read_labels
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Task
-from flotilla.trainer.tasks.binary_classification import Threshold
+from flotilla.trainer.tasks.classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 KIND = "model"

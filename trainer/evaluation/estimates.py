@@ -20,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
+from flotilla.trainer.tasks.areas import influences
 from flotilla.trainer.tasks.base import Array, Examples, Floats, Part, Task, Whole, sample_examples
 from flotilla.trainer.tasks.compiled import State
-from flotilla.trainer.tasks.exact.areas import influences
 from flotilla.trainer.tasks.objective import Objective, select_rows
 
 #: Values of the units, and the weights of these values.

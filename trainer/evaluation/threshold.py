@@ -23,7 +23,7 @@ from flotilla.trainer.evaluation.signature import map_outputs
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.tasks.base import Array, Floats
-from flotilla.trainer.tasks.binary_classification import Threshold
+from flotilla.trainer.tasks.classification import Threshold
 from flotilla.trainer.tasks.objective import Objective
 
 SPLIT = "validation"

@@ -1,5 +1,4 @@
 """The learning tasks: their labels, losses, metrics and answers.
 
-Each task has a module with a subclass of `base.Task`, and a row in `TASKS` of
-`trainer/config/schema.py`.
+Each task is a subclass of `base.Task`, and has a row in `TASKS` of `trainer/config/schema.py`.
 """

@@ -166,11 +166,16 @@ def weighted_mean(examples: Examples, values: Callable[[Part], Array]) -> Floats
 class Tally:
     """Accumulates the examples of an evaluation, and computes a task's metrics from them."""
 
+    #: Accumulators that are part of this one, and whose memory use `condense` reduces.
+    inner: Sequence[Any] = ()
+
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
 
     def condense(self) -> None:
         """Reduce memory use if many examples have been added."""
+        for each in self.inner:
+            each.condense()
 
     def result(self) -> dict[str, Any]:
         """Return `metrics`, `intervals` and, for some tasks, other entries of `Task.details`."""
@@ -286,7 +291,7 @@ class Task(ABC):
 
         The state of each metric must be a sum over examples, as in Keras, because the states of all
         workers are added. In an evaluation, the tally of a built-in task computes these metrics
-        instead (`exact/tallies.py`).
+        instead (`tallies.py`).
         """
 
     @property

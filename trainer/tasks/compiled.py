@@ -128,20 +128,22 @@ class State:
         return [np.reshape(piece, shape) for piece, shape in pieces]
 
 
-@dataclass(frozen=True, kw_only=True)
 class Compiled:
     """The arguments of `model.compile`.
 
     `jit_compile` is true only if the user set it and Keras would not choose XLA by default.
     """
 
-    optimizer: keras.optimizers.Optimizer | None
-    loss: Any
-    loss_weights: Any
-    metrics: Any
-    weighted_metrics: Any
-    output_names: list[str] | None
-    jit_compile: bool
+    def __init__(self, model: keras.Model) -> None:
+        """Read the arguments of a compiled model."""
+        loss, metrics = model._compile_loss, model._compile_metrics
+        self.optimizer: keras.optimizers.Optimizer | None = model.optimizer
+        self.loss = getattr(loss, "_user_loss", None)
+        self.loss_weights = getattr(loss, "_user_loss_weights", None)
+        self.metrics = getattr(metrics, "_user_metrics", None)
+        self.weighted_metrics = getattr(metrics, "_user_weighted_metrics", None)
+        self.output_names = getattr(model, "output_names", None)
+        self.jit_compile = bool(model.jit_compile) and not model._resolve_auto_jit_compile()
 
     def terms(self, labels: Any, outputs: Any) -> list[Term]:
         """Return the losses for labels and outputs of these shapes.
@@ -206,16 +208,7 @@ def read_compiled(model: keras.Model) -> Compiled | None:
             "the model is compiled with run_eagerly=True, but the tasks of a cluster run steps as "
             "graphs; remove run_eagerly"
         )
-    loss, metrics = model._compile_loss, model._compile_metrics
-    return Compiled(
-        optimizer=model.optimizer,
-        loss=getattr(loss, "_user_loss", None),
-        loss_weights=getattr(loss, "_user_loss_weights", None),
-        metrics=getattr(metrics, "_user_metrics", None),
-        weighted_metrics=getattr(metrics, "_user_weighted_metrics", None),
-        output_names=getattr(model, "output_names", None),
-        jit_compile=bool(model.jit_compile) and not model._resolve_auto_jit_compile(),
-    )
+    return Compiled(model)
 
 
 def takes_logits(loss: keras.losses.Loss) -> bool | None:

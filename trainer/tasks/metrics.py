@@ -4,7 +4,7 @@ A validation uses Keras metrics, whose states are sums in single precision. Labe
 are first reshaped to [n, numbers], because Keras is inconsistent in how it broadcasts weights [n]
 to labels with more axes. Some of the metrics do not exist in Keras.
 
-The metrics of an evaluation are in `flotilla.trainer.tasks.exact`. This module provides their
+The metrics of an evaluation are in `flotilla.trainer.tasks.tallies`. This module provides their
 counts per class, and curves that are thinned for plots.
 """
 
@@ -203,7 +203,7 @@ class Areas(keras.Metric):
     Both are computed from histograms of the logits of true and false labels. Bins of equal width in
     the logit distinguish small probabilities, unlike Keras's bins of equal width in the
     probability. Scores in the same bin count as tied. With up to 16 columns, there are 4096 bins of
-    width 0.006. With more columns there are fewer. `flotilla.trainer.tasks.exact.areas` is exact. A
+    width 0.006. With more columns there are fewer. `flotilla.trainer.tasks.areas` is exact. A
     column whose labels are all equal has no area. If no column has an area, both metrics are NaN.
     """
 

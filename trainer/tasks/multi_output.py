@@ -37,7 +37,7 @@ from flotilla.trainer.tasks.base import (
     Task,
     example_weights,
 )
-from flotilla.trainer.tasks.exact.intervals import Moments, above_zero
+from flotilla.trainer.tasks.intervals import Moments, above_zero
 
 # Maximum number of combinations of the outputs' constants.
 _COMBINATIONS = 16
@@ -202,16 +202,13 @@ class MultiOutput(Task):
 class _OutputTally(Tally):
     def __init__(self, tallies: Mapping[str, Tally], task: MultiOutput) -> None:
         self._tallies, self._task, self._loss = tallies, task, Moments()
+        self.inner = (*tallies.values(),)
 
     def add(self, part: Part) -> None:
         for name, each in self._tallies.items():
             each.add(_select_output(part, name))
         losses = self._task.example_losses(part.labels, part.outputs)
         self._loss.add(losses[np.newaxis], example_weights(part))
-
-    def condense(self) -> None:
-        for each in self._tallies.values():
-            each.condense()
 
     def result(self) -> dict[str, Any]:
         (loss,), (error,) = self._loss.result()

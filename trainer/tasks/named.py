@@ -97,6 +97,7 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
 def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     """Create the metric that is named in the configuration at `key`, with default arguments.
 
+    In reports, a metric of Keras has its name in snake case, and a function its own name.
     If the name refers to a function without arguments, the function must return a metric. The
     values of a function with arguments are averaged over the examples.
 
@@ -106,7 +107,7 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     if name in _BY_SHAPE:
         return _accuracy(labels, predictions)(name=name)
     found = _find("metric", name, key)
-    called = report_name(name)
+    called = _snake_case(name) if name in METRICS else name.rpartition(":")[2]
     if inspect.isclass(found):
         found = _instantiate(key, name, found)
         called = called if name in METRICS else found.name
@@ -129,11 +130,6 @@ def _accuracy(labels: Any, predictions: Any) -> Any:
     if len(labels.shape) <= len(more) or labels.shape[-1] == 1:
         return keras.metrics.SparseCategoricalAccuracy
     return keras.metrics.CategoricalAccuracy
-
-
-def report_name(name: str) -> str:
-    """Return the name in reports: snake case for a Keras metric, else the part after the colon."""
-    return _snake_case(name) if name in METRICS else name.rpartition(":")[2]
 
 
 def find_direction(metric: keras.Metric) -> Direction | None:

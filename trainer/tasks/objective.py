@@ -471,16 +471,13 @@ class Measuring(Tally):
         self._objective = objective
         self._sums: Any = 0.0
         self._task = objective.task.tally()
+        self.inner = (self._task,)
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
         self.count += len(tf.nest.flatten(part.labels)[0])
         self._sums = self._sums + self._objective.sums(part, all_metrics=False)
         self._task.add(part)
-
-    def condense(self) -> None:
-        """Reduce memory use if many examples have been added."""
-        self._task.condense()
 
     def result(self) -> dict[str, Any]:
         """Return `metrics`, `intervals`, and further results of the task's tally."""

@@ -32,8 +32,8 @@ from flotilla.trainer.tasks.base import (
     Target,
     example_weights,
 )
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.exact.intervals import Interval, Moments, metric_interval
+from flotilla.trainer.tasks.classification import BinaryClassification
+from flotilla.trainer.tasks.intervals import Interval, Moments, metric_interval
 
 BY_QUERY = ("ndcg", "mrr", "query_auc")
 
@@ -110,7 +110,7 @@ class QueryTally(Tally):
 
     def __init__(self, group: str, examples: Tally) -> None:
         """Create an empty accumulator. `group` is the feature that identifies queries."""
-        self._group, self._examples = group, examples
+        self._group, self._examples, self.inner = group, examples, (examples,)
         self._held: list[tuple[Array, ...]] = []
 
     def add(self, part: Part) -> None:
@@ -119,10 +119,6 @@ class QueryTally(Tally):
         # Copy the scores, because a view would keep the whole part in memory.
         scores, labels = part.outputs[:, 0].copy(), part.labels.astype(bool).ravel()
         self._held.append((part.columns[self._group], labels, scores, example_weights(part)))
-
-    def condense(self) -> None:
-        """Reduce the memory that the metrics of examples use."""
-        self._examples.condense()
 
     def values(self) -> dict[str, Queries]:
         """Return the metrics of each query."""

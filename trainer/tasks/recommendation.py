@@ -206,13 +206,11 @@ class Recommendation(Ranking):
 class _SearchTally(Tally):
     def __init__(self, task: Recommendation, ranking: Tally) -> None:
         self._task, self._ranking, self._search = task, ranking, Search()
+        self.inner = (ranking,)
 
     def add(self, part: Part) -> None:
         self._ranking.add(_select_logit(part))
         self._task.fill(self._search, part)
-
-    def condense(self) -> None:
-        self._ranking.condense()
 
     def result(self) -> dict[str, Any]:
         found = self._ranking.result()

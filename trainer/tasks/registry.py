@@ -16,7 +16,7 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.runtime import user_code
 from flotilla.trainer.runtime.errors import ConfigError, nearest
 from flotilla.trainer.tasks.base import Array, Target, Task
-from flotilla.trainer.tasks.binary_classification import TWO, get_class_names
+from flotilla.trainer.tasks.classification import TWO, get_class_names
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.objective import Objective
 

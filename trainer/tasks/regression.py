@@ -38,8 +38,8 @@ from flotilla.trainer.tasks.base import (
     sample_examples,
     weighted_mean,
 )
-from flotilla.trainer.tasks.exact.tallies import RegressionTally
 from flotilla.trainer.tasks.metrics import rows
+from flotilla.trainer.tasks.tallies import RegressionTally
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20

@@ -42,7 +42,7 @@ from flotilla.trainer.tasks.base import (
     refuse_labels,
 )
 from flotilla.trainer.tasks.classification import SURE, Classification, Softmax
-from flotilla.trainer.tasks.exact.tallies import PositionTally
+from flotilla.trainer.tasks.tallies import PositionTally
 
 _MOST_PLACES = 12
 

@@ -61,7 +61,7 @@ from flotilla.trainer.strategies.strategy import (
     require_updates,
 )
 from flotilla.trainer.tasks import registry as tasks
-from flotilla.trainer.tasks.binary_classification import TWO
+from flotilla.trainer.tasks.classification import TWO
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.training.task_contract import (
     LENGTH,

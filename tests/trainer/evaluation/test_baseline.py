@@ -6,8 +6,7 @@ import pytest
 from flotilla.trainer.baselines.baselines import Answers, Baseline
 from flotilla.trainer.evaluation import baseline
 from flotilla.trainer.report import headline, report
-from flotilla.trainer.tasks.binary_classification import BinaryClassification, Threshold
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import BinaryClassification, Classification, Threshold
 from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.tasks.measuring import InParts, target
 

@@ -7,10 +7,12 @@ from flotilla.trainer.config.thresholds import ChampionRule
 from flotilla.trainer.evaluation import classes
 from flotilla.trainer.evaluation.classes import MOST_ROWS, Recalls, compare_classes, verdicts
 from flotilla.trainer.evaluation.comparison import Opponents
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.sequences import SequenceLabelling

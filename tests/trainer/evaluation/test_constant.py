@@ -5,12 +5,14 @@ import pytest
 
 from flotilla.trainer.evaluation import constant
 from flotilla.trainer.evaluation.predictions import measure_predictions
+from flotilla.trainer.tasks.areas import areas
 from flotilla.trainer.tasks.base import Part, Whole
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.exact.areas import areas
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.ranking import Ranking
 from flotilla.trainer.tasks.recommendation import Recommendation

@@ -23,14 +23,15 @@ from flotilla.trainer.evaluation.predictions import (
 from flotilla.trainer.evaluation.slices import slice_metrics
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.tasks import base
+from flotilla.trainer.tasks import areas, base
 from flotilla.trainer.tasks.base import Part, SplitError, Target
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.exact import areas
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.metrics import losses
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.ranking import Ranking
 from flotilla.trainer.tasks.regression import Regression

@@ -22,10 +22,12 @@ from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.tasks.base import Target
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.regression import Regression
 from tests.trainer import small_run
 from tests.trainer.evaluation import programs

@@ -5,7 +5,7 @@ import pytest
 
 from flotilla.trainer.evaluation.slices import MOST_VALUES, OTHER, slice_metrics
 from flotilla.trainer.tasks.base import Target
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import BinaryClassification
 from flotilla.trainer.tasks.objective import Objective
 from tests.trainer.objectives import of_classes
 from tests.trainer.tasks.measuring import InParts

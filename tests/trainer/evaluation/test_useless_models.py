@@ -17,10 +17,12 @@ from flotilla.trainer.evaluation.predictions import Predictions, unsound
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.report.headline import CLASS_MARGIN, CONSTANT, MARGIN
 from flotilla.trainer.tasks.base import Part, Task, Whole
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.multi_output import MultiOutput
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.ranking import Ranking
 from flotilla.trainer.tasks.recommendation import Recommendation

@@ -36,7 +36,7 @@ from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.promotion import kserve
 from flotilla.trainer.runtime.errors import ConfigError, UserError
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import BinaryClassification
 from flotilla.trainer.tasks.multi_output import MultiOutput, group_by_output
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.regression import Regression

@@ -10,8 +10,9 @@ import pytest
 from sklearn import metrics as scores
 
 from flotilla.trainer.runtime.errors import ConfigError
+from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.regression import Regression
-from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.measuring import InParts, check_validation, measured, target
 
 COUNT = 40
 RANDOM = np.random.default_rng(0)
@@ -31,32 +32,13 @@ def case(shape, **args):
     return task, labels, outputs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", LABELS)
-@pytest.mark.parametrize("standardize", [False, True])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_metrics_are_those_of_scikit_learn(shape, standardize, weighted):
+@pytest.mark.parametrize(("standardize", "weighted"), [(False, True), (True, False)])
+def test_a_validation_finds_what_an_evaluation_finds(shape, standardize, weighted):
     task, labels, outputs = case(shape, standardize=standardize)
     assert outputs.shape[1:] == task.output_shape
-    weights = np.random.default_rng(2).uniform(size=COUNT).astype("float32") if weighted else None
-    found = measured(task, InParts(labels, outputs, weights))
-    predicted = np.asarray(task.answers(outputs)["prediction"])
-    assert predicted.shape == labels.shape
-    true, given = (each.reshape(COUNT, -1) for each in (labels, predicted))
-    squared = scores.mean_squared_error(true, given, sample_weight=weights)
-    expected = {
-        "mean_absolute_error": scores.mean_absolute_error(true, given, sample_weight=weights),
-        "mean_squared_error": squared,
-        "root_mean_squared_error": squared**0.5,
-        "r2_score": scores.r2_score(true, given, sample_weight=weights),
-    }
-    loss = found.pop("loss")
-    assert found == pytest.approx(expected, rel=1e-4)
-    assert {*found, "loss"} == set(task.directions)
-    if not weighted:
-        scale = labels.std() ** 2 if standardize else 1
-        assert loss == pytest.approx(squared / scale, rel=1e-4)
-        assert loss == pytest.approx(task.example_losses(labels, outputs).mean(), rel=1e-4)
+    assert task.answers(outputs)["prediction"].shape == labels.shape
+    check_validation(task, labels, outputs, weighted=weighted)
 
 
 def test_the_loss_is_the_mean_squared_error_of_keras():
@@ -65,11 +47,11 @@ def test_the_loss_is_the_mean_squared_error_of_keras():
     np.testing.assert_allclose(task.loss()(labels, outputs), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("labels", "outputs", "score"), [([2, 2], [2, 2], 1), ([2, 2], [2, 3], 0)])
-def test_of_equal_labels_the_score_says_whether_they_are_met(labels, outputs, score):
-    true, given = np.array(labels, "float32"), np.array(outputs, "float32")[:, np.newaxis]
+@pytest.mark.parametrize("away", [0, 1])
+def test_of_equal_labels_the_score_says_whether_they_are_met(away):
+    true, given = np.float32([2, 2]), np.float32([[2], [2 + away]])
     found = measured(Regression(target(true)), InParts(true, given))
-    assert found["r2_score"] == score == scores.r2_score(true, given)
+    assert found["r2_score"] == 1 - away == scores.r2_score(true, given)
 
 
 @pytest.mark.parametrize("shape", LABELS)
@@ -96,31 +78,18 @@ def test_an_untrained_model_costs_a_blind_guess():
     assert not other.in_units
 
 
-@pytest.mark.parametrize(
-    ("labels", "args", "words"),
-    [
-        (np.array([b"a"]), {}, "the label must be numeric, not 'label' (one string)"),
-        (
-            np.zeros(2),
-            {"standardize": 1},
-            "standardize: 1 is not allowed; it must be true or false",
-        ),
-    ],
-)
-def test_a_label_or_an_argument_that_it_does_not_take_is_refused(labels, args, words):
-    dtype = "string" if labels.dtype.kind == "S" else None
-    wanted = target(labels)
-    wanted = wanted if dtype is None else wanted.__class__(name="label", shape=(), dtype=dtype)
-    with pytest.raises(ConfigError) as caught:
-        Regression(wanted, **args)
-    assert str(caught.value) == words
+def test_a_label_or_an_argument_that_it_does_not_take_is_refused():
+    with pytest.raises(ConfigError, match=r"^the label must be numeric, not 'label' \(one string"):
+        Regression(Target(name="label", shape=(), dtype="string"))
+    with pytest.raises(
+        ConfigError, match=r"^standardize: 1 is not allowed; it must be true or fal"
+    ):
+        Regression(target(np.zeros(2)), standardize=1)
 
 
 def test_labels_without_use_are_refused_before_training():
     with pytest.raises(ConfigError, match="is 2 in all training examples"):
         Regression(target(np.full(3, 2.0))).check()
-    wanted = target(np.zeros(3))
-    without = wanted.__class__(name="label", shape=(), dtype="float32")
     with pytest.raises(ConfigError, match="values that are not finite numbers"):
-        Regression(without).check()
+        Regression(Target(name="label", shape=(), dtype="float32")).check()
     Regression(target(np.arange(3.0))).check()

@@ -14,7 +14,7 @@ from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks.base import Target
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.sequences import SequenceLabelling, SequenceToLabel
-from tests.trainer.tasks.measuring import InParts, evaluated, measured, target
+from tests.trainer.tasks.measuring import InParts, check_validation, evaluated, measured, target
 
 COUNT, PLACES, CLASSES = 20, 6, 3
 
@@ -31,36 +31,31 @@ def case():
 
 
 @pytest.mark.parametrize("weighted", [False, True])
-def test_metrics_are_those_of_scikit_learn_without_the_padding(weighted):
+def test_a_validation_finds_what_an_evaluation_finds(weighted):
+    check_validation(*case(), weighted=weighted)
+
+
+def test_the_loss_of_an_example_is_that_of_its_places():
     task, labels, outputs = case()
-    weights = np.random.default_rng(2).uniform(size=COUNT).astype("float32") if weighted else None
-    found = measured(task, InParts(labels, outputs, weights))
-    known, guess = labels >= 0, outputs.argmax(axis=2)
-    of = None if weights is None else np.repeat(weights[:, np.newaxis], PLACES, axis=1)[known]
-    right = ((labels == guess) | ~known).all(axis=1)
-    expected = {
-        "accuracy": scores.accuracy_score(labels[known], guess[known], sample_weight=of),
-        "macro_f1": scores.f1_score(labels[known], guess[known], average="macro", sample_weight=of),
-        "example_accuracy": np.average(right, weights=weights),
-    }
-    each = [
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True)(t[t >= 0], o[t >= 0])
-        for t, o in zip(labels, outputs, strict=True)
-    ]
-    total = np.mean(np.array(each) * (1 if weights is None else weights))
-    assert found == pytest.approx({**expected, "loss": total}, rel=1e-4)
-    assert set(found) == set(task.directions)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    each = [loss(t[t >= 0], o[t >= 0]) for t, o in zip(labels, outputs, strict=True)]
     np.testing.assert_allclose(task.example_losses(labels, outputs), each, rtol=1e-5)
+    weights = np.random.default_rng(2).uniform(size=COUNT).astype("float32")
+    found = measured(task, InParts(labels, outputs, weights))["loss"]
+    assert found == pytest.approx(np.mean(np.array(each) * weights), rel=1e-4)
+
+
+def net(size, dimension, **embedding):
+    keras.utils.set_random_seed(0)
+    given = keras.Input((PLACES,), dtype="int64")
+    x = keras.layers.Embedding(size, dimension, **embedding)(given)
+    return keras.Model(given, keras.layers.Dense(CLASSES)(x))
 
 
 def test_the_mask_of_an_embedding_leaves_its_places_out_of_the_loss():
     task, labels, _ = case()
     tokens = np.where(labels >= 0, labels + 1, 0)
-    keras.utils.set_random_seed(0)
-    given = keras.Input((PLACES,), dtype="int64")
-    x = keras.layers.Embedding(CLASSES + 1, 4, mask_zero=True)(given)
-    model = keras.Model(given, keras.layers.Dense(CLASSES)(x))
-    objective = Objective(task)
+    model, objective = net(CLASSES + 1, 4, mask_zero=True), Objective(task)
     objective.accept(model, model.output)
     outputs = model(tokens)
     masked = objective.loss(model, (tokens, np.maximum(labels, 0)), outputs)
@@ -72,9 +67,7 @@ def test_the_mask_of_an_embedding_leaves_its_places_out_of_the_loss():
 def test_classes_of_places_may_weigh():
     task, labels, outputs = case()
     table = np.array([2.0, 1.0, 0.5], "float32")
-    given = keras.Input((PLACES,))
-    model = keras.Model(given, keras.layers.Dense(CLASSES)(keras.layers.Embedding(9, 2)(given)))
-    objective = Objective(task, weights={"": table})
+    model, objective = net(9, 2), Objective(task, weights={"": table})
     objective.accept(model, model.output)
     found = objective.loss(model, (np.zeros((COUNT, PLACES)), labels), tf.constant(outputs))
     each = keras.ops.sparse_categorical_crossentropy(np.maximum(labels, 0), outputs, True).numpy()

@@ -123,7 +123,7 @@ def chance(spec):
     return seven(spec, 1, Chance())
 
 
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
+from flotilla.trainer.tasks.classification import BinaryClassification
 
 
 class Failing(BinaryClassification):

@@ -9,14 +9,15 @@ from sklearn import metrics as scores
 
 from flotilla.trainer.evaluation.predictions import measure_predictions
 from flotilla.trainer.evaluation.slices import slice_metrics
-from flotilla.trainer.tasks.base import Part
-from flotilla.trainer.tasks.binary_classification import BinaryClassification
-from flotilla.trainer.tasks.classification import Classification
-from flotilla.trainer.tasks.multilabel_classification import MultilabelClassification
+from flotilla.trainer.tasks.classification import (
+    BinaryClassification,
+    Classification,
+    MultilabelClassification,
+)
 from flotilla.trainer.tasks.objective import Objective
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.sequences import SequenceLabelling
-from tests.trainer.tasks.measuring import target
+from tests.trainer.tasks.measuring import InParts, target
 
 COUNT, CLASSES = 2000, 5
 RANDOM = np.random.default_rng(11)
@@ -25,19 +26,9 @@ WEIGHTS = {
     "of all sizes": 10.0 ** RANDOM.integers(-6, 6, COUNT),
     "many zeros": np.where(RANDOM.random(COUNT) < 0.3, 0, RANDOM.random(COUNT)),
 }
-
-
-class InHalves:
-    def __init__(self, labels, outputs, weights=None, **columns):
-        self.whole = Part(labels, outputs, weights, columns)
-        self.count = len(labels)
-
-    def parts(self):
-        for begin in range(0, self.count, 700):
-            rows = slice(begin, begin + 700)
-            columns = {name: each[rows] for name, each in self.whole.columns.items()}
-            some = (None if each is None else each[rows] for each in self.whole[:3])
-            yield Part(*some, columns)
+for each in ("of all sizes", "many zeros"):
+    # Some of these examples are of rare classes.
+    WEIGHTS[each][200:204] = 1
 
 
 def check(task, labels, outputs, weights, expected):
@@ -45,7 +36,7 @@ def check(task, labels, outputs, weights, expected):
     given = None if weights is None else weights.astype(np.float32)
     objective = Objective(task)
     part = np.arange(len(labels)) >= 100
-    examples = InHalves(labels, outputs, given, part=part)
+    examples = InParts(labels, outputs, given, size=700, part=part)
     whole = measure_predictions(objective, examples)
     rows = slice_metrics(objective, examples, {"part": ()})["part"]
     for found, some in ((whole, np.full(len(labels), True)), (rows[1], part)):
@@ -107,26 +98,21 @@ def of_two(labels, outputs, weights):
 def test_of_two_classes(case, weights):
     yes, make = BINARY[case]
     yes[[0, 1, 200]] = True
-    weight = WEIGHTS[weights]
-    if weight is not None:
-        weight[200:204] = 1
     outputs = make(yes)[:, np.newaxis].astype(np.float32)
-    check(BinaryClassification(target(yes)), yes, outputs, weight, of_two)
+    check(BinaryClassification(target(yes)), yes, outputs, WEIGHTS[weights], of_two)
 
 
 def of_classes(labels, logits, weights):
     wide = logits.astype(np.float64)
+    logs = special.log_softmax(wide, axis=1)
     # Round, because sums of the same logits in another order differ slightly.
-    chances = special.log_softmax(wide, axis=1).round(9)
+    chances = logs.round(9)
     guess, weigh = logits.argmax(axis=1), {"sample_weight": weights}
+    top = scores.top_k_accuracy_score(labels, wide, k=3, labels=range(CLASSES), **weigh)
     found = {
         "accuracy": scores.accuracy_score(labels, guess, **weigh),
-        "top_3_accuracy": scores.top_k_accuracy_score(
-            labels, wide, k=3, labels=range(CLASSES), **weigh
-        ),
-        "log_loss": np.average(
-            -special.log_softmax(wide, axis=1)[np.arange(len(labels)), labels], weights=weights
-        ),
+        "top_3_accuracy": top,
+        "log_loss": np.average(-logs[np.arange(len(labels)), labels], weights=weights),
     }
     for average in ("macro", "weighted"):
         each = scores.precision_recall_fscore_support(
@@ -134,12 +120,10 @@ def of_classes(labels, logits, weights):
         )
         names = (f"{average}_{name}" for name in ("precision", "recall", "f1"))
         found |= dict(zip(names, each[:3], strict=True))
-    for name, score in (
-        ("macro_auc", scores.roc_auc_score),
-        ("macro_average_precision", scores.average_precision_score),
-    ):
-        occur = np.unique(labels)
-        found[name] = np.mean([score(labels == one, chances[:, one], **weigh) for one in occur])
+    areas = {"auc": scores.roc_auc_score, "average_precision": scores.average_precision_score}
+    for name, score in areas.items():
+        each = [score(labels == one, chances[:, one], **weigh) for one in np.unique(labels)]
+        found[f"macro_{name}"] = np.mean(each)
     return found
 
 
@@ -156,14 +140,11 @@ def of_classes(labels, logits, weights):
 def test_of_classes(case, weights):
     shares = {"rare": [0.6, 0.3, 0.09, 0.009, 0.001], "one is missing": [0.4, 0.3, 0.2, 0.1, 0]}
     labels = RANDOM.choice(CLASSES, COUNT, p=shares.get(case, [0.2] * 5))
-    labels[300 : 300 + 4] = range(4)
+    labels[200:204] = range(4)
     logits = RANDOM.normal(size=(COUNT, CLASSES)) + 1.5 * np.eye(CLASSES)[labels]
     logits = {"ties": logits.round(), "far from zero": logits + 1e6}.get(case, logits)
-    weight = WEIGHTS[weights]
-    if weight is not None:
-        weight[300:304] = 1
     task = Classification(target(np.arange(CLASSES), num_classes=CLASSES))
-    found = check(task, labels, logits.astype(np.float32), weight, of_classes)
+    found = check(task, labels, logits.astype(np.float32), WEIGHTS[weights], of_classes)
     assert len(found["per_class"]) == CLASSES
 
 
@@ -187,25 +168,16 @@ def test_of_several_labels(weights):
     labels = RANDOM.random((COUNT, CLASSES)) < [0.5, 0.3, 0.2, 0.1, 0.01]
     labels[200:204] = np.eye(4, CLASSES)[:4] > 0
     labels[200, 4] = True
-    weight = WEIGHTS[weights]
-    if weight is not None:
-        weight[200:204] = 1
     logits = (RANDOM.normal(size=labels.shape) + labels - 0.5).astype(np.float32)
-    task = MultilabelClassification(target(labels))
-    check(task, labels, logits, weight, of_labels)
+    check(MultilabelClassification(target(labels)), labels, logits, WEIGHTS[weights], of_labels)
 
 
 def of_numbers(labels, outputs, weights):
-    weigh = {"sample_weight": weights}
     rows = labels.reshape(len(labels), -1).astype(np.float64)
-    given = outputs.astype(np.float64)
-    squared = scores.mean_squared_error(rows, given, **weigh)
-    return {
-        "mean_absolute_error": scores.mean_absolute_error(rows, given, **weigh),
-        "mean_squared_error": squared,
-        "root_mean_squared_error": squared**0.5,
-        "r2_score": scores.r2_score(rows, given, **weigh),
-    }
+    given, weigh = outputs.astype(np.float64), {"sample_weight": weights}
+    names = ("mean_absolute_error", "mean_squared_error", "root_mean_squared_error", "r2_score")
+    found = {name: getattr(scores, name)(rows, given, **weigh) for name in names}
+    return {**found, "root_mean_squared_error": found["mean_squared_error"] ** 0.5}
 
 
 @pytest.mark.parametrize(
@@ -223,7 +195,7 @@ def test_of_numbers(numbers, offset, weights):
 def test_of_equal_numbers_nothing_is_explained_unless_all_are_met(away):
     labels = np.full(50, 1e6 + 1 / 3)
     task = Regression(target(np.arange(3.0)))
-    found = measure_predictions(Objective(task), InHalves(labels, labels[:, np.newaxis] + away))
+    found = measure_predictions(Objective(task), InParts(labels, labels[:, np.newaxis] + away))
     assert found["metrics"]["r2_score"] == 1 - away
 
 

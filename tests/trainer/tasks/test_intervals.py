@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from flotilla.trainer.tasks.exact import intervals
-from flotilla.trainer.tasks.exact.areas import Scores
-from flotilla.trainer.tasks.exact.intervals import Calibration, Groups, Moments
-from flotilla.trainer.tasks.exact.tallies import intervals_of_averages
+from flotilla.trainer.tasks import intervals
+from flotilla.trainer.tasks.areas import Scores
+from flotilla.trainer.tasks.intervals import Calibration, Groups, Moments
+from flotilla.trainer.tasks.tallies import intervals_of_averages
 
 SHARES = st.floats(0, 1)
 ERRORS = st.floats(0, 10)

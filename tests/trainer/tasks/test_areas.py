@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as scores
 
-from flotilla.trainer.tasks.exact.areas import areas, influences
+from flotilla.trainer.tasks.areas import areas, influences
 
 COUNT = 3000
 RANDOM = np.random.default_rng(7)

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from flotilla.trainer.tasks import metrics
+from flotilla.trainer.tasks import intervals, metrics
+from flotilla.trainer.tasks.areas import Scores
 from flotilla.trainer.tasks.base import Array, Floats, Part, Tally, example_weights
-from flotilla.trainer.tasks.exact import intervals
-from flotilla.trainer.tasks.exact.areas import Scores
-from flotilla.trainer.tasks.exact.intervals import Calibration, Groups, Moments
+from flotilla.trainer.tasks.intervals import Calibration, Groups, Moments
 
 Doubles = npt.NDArray[np.float64]
 _TWO = 2
@@ -32,6 +31,7 @@ class BinaryTally(Tally):
         # Sums of weights and of squared weights, by label and prediction.
         self._cells = np.zeros((_TWO, _TWO, _TWO))
         self._means, self._calibration, self._scores = Moments(), Calibration(), Scores()
+        self.inner = (self._scores,)
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -45,10 +45,6 @@ class BinaryTally(Tally):
         self._means.add(np.stack([*losses, left**2, (1 - left) ** 2]), weights)
         self._calibration.add(yes, np.where(yes, 1 - left, left), weights)
         self._scores.add(yes[:, np.newaxis], part.outputs[:, :1], weights)
-
-    def condense(self) -> None:
-        """Reduce memory use if many examples have been added."""
-        self._scores.condense()
 
     def result(self) -> dict[str, Any]:
         """Return all metrics and their intervals."""
@@ -117,6 +113,7 @@ class ClassTally(Tally):
         self._counts = np.zeros((2, 3, count))
         self._means, self._calibration = Moments(), Calibration()
         self._scores = Scores(count, metrics.log_softmax)
+        self.inner = (self._scores,)
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -133,10 +130,6 @@ class ClassTally(Tally):
             self._counts[at] += [np.bincount(of, some, classes) for of, some in groups]
         self._calibration.add(right, np.exp(chances.max(axis=1)), weights)
         self._scores.add(labels, part.outputs, weights)
-
-    def condense(self) -> None:
-        """Reduce memory use if many examples have been added."""
-        self._scores.condense()
 
     def result(self) -> dict[str, Any]:
         """Return all metrics, overall and by class."""
@@ -237,6 +230,7 @@ class MultilabelTally(_GroupTally):
         """Create an empty accumulator. `labels` are the class names."""
         super().__init__(labels, 3 + 3 * len(labels))
         self._scores, self._calibration = Scores(len(labels)), Calibration()
+        self.inner = (self._scores,)
 
     def add(self, part: Part) -> None:
         """Add the examples of a part."""
@@ -250,10 +244,6 @@ class MultilabelTally(_GroupTally):
         self._calibration.add(true.ravel(), special.expit(logits).ravel(), each)
         self._scores.add(true, part.outputs, weights)
         self._add(rows, np.logaddexp(0, np.where(true, -logits, logits)).mean(axis=1), weights)
-
-    def condense(self) -> None:
-        """Reduce memory use if many examples have been added."""
-        self._scores.condense()
 
     def result(self) -> dict[str, Any]:
         """Return all metrics, overall and by class."""

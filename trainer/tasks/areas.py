@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from flotilla.trainer.tasks.exact import intervals
-from flotilla.trainer.tasks.exact.intervals import Interval
+from flotilla.trainer.tasks import intervals
+from flotilla.trainer.tasks.intervals import Interval
 
 # Number of distinct scores that `condense` keeps in all columns together, and the minimum number
 # per column.
@@ -31,17 +31,16 @@ Places = npt.NDArray[np.intp]
 
 
 class Areas(NamedTuple):
-    """The area under the ROC curve and the average precision, or NaN if all labels are equal."""
+    """The area under the ROC curve and the average precision, or NaN if all labels are equal.
 
-    auc: float
-    average_precision: float
+    As `Influences`, the influences of the examples on each area, as two arrays of equal shape.
+    """
+
+    auc: Any
+    average_precision: Any
 
 
-class Influences(NamedTuple):
-    """The influences of the examples on each area, as two arrays of equal shape."""
-
-    auc: Doubles
-    average_precision: Doubles
+Influences = Areas
 
 
 class Ranked(NamedTuple):

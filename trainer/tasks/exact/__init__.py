@@ -1,1 +1,0 @@
-"""Metrics of an evaluation in double precision, with their intervals."""
