@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from flotilla.trainer import storage
-from flotilla.trainer.baselines import baselines, fitting
+from flotilla.trainer.baselines import baselines
 from flotilla.trainer.baselines.baselines import fit_baselines
 from flotilla.trainer.baselines.rows import Clock, Rows, Splits
 from flotilla.trainer.data.preparation.shards import write_shards
@@ -22,6 +22,7 @@ from flotilla.trainer.tasks.classification import (
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
+from tests.trainer.objectives import NO_ROLES
 
 RANDOM = np.random.default_rng(7)
 ROWS, TEST = 400, 120
@@ -29,7 +30,7 @@ ROWS, TEST = 400, 120
 
 @pytest.fixture(autouse=True)
 def _few_trees_and_much_time(monkeypatch):
-    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 30)
+    monkeypatch.setattr(baselines, "_MOST_ITERATIONS", 30)
     # Even on a busy machine, no baseline may be left out for lack of time.
     monkeypatch.setattr(baselines, "Clock", lambda seconds: Clock(100 * seconds))
 
@@ -53,10 +54,8 @@ def described(columns, targets, shards, roles):
         "features": {name: feature(each).to_json() for name, each in columns.items()},
         "inputs": [name for name in columns if name not in {*targets, *roles.values()}],
         "targets": list(targets),
-        **{"weight": "", "group": ""},
+        **NO_ROLES,
         **roles,
-        "target_counts": {},
-        "target_moments": {},
     }
 
 
@@ -167,8 +166,7 @@ def test_numbers_keep_their_units(held):
 def test_several_labels_are_learnt_one_by_one(held):
     x, y = numbers(), numbers()
     row = np.stack([x > 0, y > 0, x > y], axis=1).astype("int64")
-    columns = {"x": x, "y": y, "row": row, "sum": x + y}
-    splits = held(columns, ("row", "sum"))
+    splits = held({"x": x, "y": y, "row": row, "sum": x + y}, ("row", "sum"))
     tasks = {
         "row": MultilabelClassification(target("row", shape=(3,))),
         "sum": Regression(target("sum", "float32")),
@@ -239,7 +237,7 @@ COLUMNS = {
 
 @pytest.mark.parametrize("kind", COLUMNS)
 def test_no_column_alone_fails_it(held, monkeypatch, kind):
-    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 5)
+    monkeypatch.setattr(baselines, "_MOST_ITERATIONS", 5)
     splits = held({"odd": COLUMNS[kind](), "label": (numbers() > 0).astype("int64")})
     for each in fit_baselines(BinaryClassification(target()), splits):
         assert each.skipped == ""
@@ -247,7 +245,7 @@ def test_no_column_alone_fails_it(held, monkeypatch, kind):
 
 
 def test_odd_columns_do_not_hide_another_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(fitting, "_MOST_ITERATIONS", 10)
+    monkeypatch.setattr(baselines, "_MOST_ITERATIONS", 10)
     x = numbers()
     label = (x > 0).astype("int64")
     odd = {kind: make() for kind, make in COLUMNS.items()}
@@ -262,8 +260,7 @@ def test_odd_columns_do_not_hide_another_one(tmp_path, monkeypatch):
 @pytest.mark.parametrize("rows", [1, 20])
 def test_few_rows(held, rows):
     x = numbers(TEST + rows)
-    splits = held({"x": x, "label": x})
-    for each in fit_baselines(Regression(target(dtype="float32")), splits):
+    for each in fit_baselines(Regression(target(dtype="float32")), held({"x": x, "label": x})):
         assert each.skipped == ""
         assert each.outputs.shape == (TEST, 1)
 
@@ -346,8 +343,8 @@ def test_a_failure_is_one_line(held, monkeypatch):
         raise MemoryError("no\nmemory")
 
     x = numbers()
-    splits = held({"x": x, "label": (x > 0).astype("int64")})
     monkeypatch.setattr("sklearn.linear_model.LogisticRegression.fit", fails)
+    splits = held({"x": x, "label": (x > 0).astype("int64")})
     found = by_name(fit_baselines(BinaryClassification(target()), splits))
     assert found["linear"].skipped.startswith("MemoryError: no (")
     assert found["gradient boosting"].skipped == ""
