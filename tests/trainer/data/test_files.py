@@ -100,6 +100,46 @@ def test_a_column_of_mixed_types_is_refused_by_its_first_rows(tmp_path: Path) ->
     assert selection.specs["a"].dtype == "string"
 
 
+def test_a_few_texts_among_times_are_refused_by_their_rows(tmp_path: Path) -> None:
+    rows = [f"2025-01-{i % 28 + 1:02d},0\n" for i in range(100)]
+    rows[4], rows[7] = "pending,0\n", "31.12.2025,1\n"
+    write(tmp_path, "a,label\n" + "".join(rows))
+    with pytest.raises(UserError) as refused:
+        opened(tmp_path)
+    assert "98 times and 2 other values (a.csv, row 6: 'pending', a.csv, row 9:" in str(
+        refused.value
+    )
+    selection, found = opened(tmp_path, bad_rows=0.1)
+    assert (selection.specs["a"].dtype, len(found["a"])) == ("float64", 98)
+
+
+@pytest.mark.parametrize(
+    ("others", "says"),
+    [
+        (
+            ["31.12.2025"],
+            "'a' has dates or times of day, such as '31.12.2025', and is read",
+        ),
+        (["<0.5", "withheld"], "'a' has 70 numbers and 30 other values, such as '<0.5', and is"),
+        (["7 kg", "9 lb"], "such as '7 kg', and is read as text; write all of them in one unit"),
+    ],
+)
+def test_a_column_that_is_read_as_text_is_said(
+    tmp_path: Path, others: list[str], says: str
+) -> None:
+    one = "2025-01-{:02d}" if "31" in others[0] else "{}.5 kg" if "kg" in others[0] else "{}.5"
+    rows = [one.format(i % 28 + 1) if i % 10 > 2 else others[i % len(others)] for i in range(100)]
+    write(tmp_path, "a,label\n" + "".join(f"{each},{i % 2}\n" for i, each in enumerate(rows)))
+    made = source(tmp_path)
+    assert made.select().specs["a"].dtype == "string"
+    (note,) = made.notes()
+    assert says in note
+    assert "set data.types: {a: text} if they are texts" in note
+    made = source(tmp_path, types={"a": "text"})
+    made.select()
+    assert not made.notes()
+
+
 def test_broken_rows_are_counted_and_left_out_up_to_a_share(tmp_path: Path) -> None:
     rows = [f'{i},"t\n{i}",{i % 2}\n' for i in range(100)]
     rows[2], rows[5], rows[50], rows[60] = "2,x\n", "five,x,1\n", "1,x,\n", "1,2,3,4\n"

@@ -24,6 +24,7 @@ from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import Manifest
 
 _FEWEST_IDS = 2
+_HALF = 0.5
 _INT64 = 2**63
 # Maximum number of words for missing values that a note lists.
 _MARKS = 5
@@ -276,19 +277,22 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
     if set(kinds) <= set(NUMBERS):
         return "float", "numbers, some with a fraction or beyond 64 bits"
-    counted = sum(kinds[each] for each in NUMBERS)
+    numbers = sum(kinds[each] for each in NUMBERS)
+    counted, what = max((numbers, "numbers"), (kinds["time"], "times"))
     if set(kinds) <= {*NUMBERS, "code"}:
         return "text", "numbers, some with leading zeros"
     if counted < NEARLY_ALL * total:
         return "text", "texts"
     if tolerates:
-        return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
+        kind = "time" if what == "times" else "float" if "float" in kinds else "int"
+        return kind, f"{counted} of {total} values are {what}"
     places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
+    places = f" ({places})" if places else ""
     best = _infer_format(scan)
     ways = f"{{{name}: {best}}} to read them as numbers, " if best else ""
     raise UserError(
-        f"data.types: the column {name!r} has mixed types: {counted} numbers and "
-        f"{total - counted} other values ({places}); set data.types: {ways}{{{name}: text}}, or "
+        f"data.types: the column {name!r} has mixed types: {counted} {what} and "
+        f"{total - counted} other values{places}; set data.types: {ways}{{{name}: text}}, or "
         "data.bad_rows to the share of rows that may be skipped"
     )
 
@@ -310,23 +314,30 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
             f"the column {name!r} has values that are read as missing: {marks}; set data.types: "
             f"{{{name}: text}} if they are ordinary values"
         )
-    if kind != "text" or said or not scan.writing:
+    if kind != "text" or said or not scan.texts:
         return
-    first = scan.texts[0][2]
+    first, total = scan.texts[0][2], scan.kinds.total()
+    numbers = sum(scan.kinds[each] for each in NUMBERS)
+    as_text = f"{{{name}: text}} if they are texts"
     if best := _infer_format(scan):
         other = next(each for each in NUMBERS_IN_WRITING if each != best)
         both = scan.writing[best] == scan.writing[other] and "," in first
+        as_number = f"{{{name}: {best}}}"
+        ways = text_values.advise(scan.writing, as_number, as_text, plain=numbers > 0)
         yield (
             f"the column {name!r} has numbers stored as text, such as {first!r}, and is read as "
-            f"text; set data.types: {{{name}: {best}}} to read them as "
-            f"numbers{f' ({other} if the comma is the decimal separator)' if both else ''}, or "
-            f"{{{name}: text}} if they are texts"
+            f"text; {ways}{f' ({other} if the comma is the decimal separator)' if both else ''}"
         )
-    elif scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * scan.kinds.total():
+    elif scan.kinds["time"] + scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * total:
         yield (
             f"the column {name!r} has dates or times of day, such as {first!r}, and is read as "
-            f"text; write them as 2026-11-23 10:30, or set data.types: {{{name}: text}} if they "
-            "are texts"
+            f"text; write them as 2026-11-23 10:30, or set data.types: {as_text}"
+        )
+    elif _HALF * total < numbers and (scan.many or len(scan.values) > FEW_VALUES):
+        yield (
+            f"the column {name!r} has {numbers} numbers and {total - numbers} other values, such "
+            f"as {first!r}, and is read as text; empty the other cells to read it as "
+            f"numbers, or set data.types: {as_text}"
         )
 
 
@@ -489,12 +500,14 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
     if not kind:
         return
     says = f"the label {name!r} has numbers stored as text, such as {texts[0]!r}"
-    ways = f"set data.types: {{{name}: {kind}}} to read them as numbers"
+    as_class = f"{{{name}: class}} if they are classes"
+    plain = any(scan.kinds[each] for each in NUMBERS)
+    ways = text_values.advise(writing, f"{{{name}: {kind}}}", as_class, plain=plain)
     # `3 doors` may be a class, but a price is not.
     few = spellings.count <= min(FEW_VALUES, scan.rows // _TWO)
     if not few or text_values.is_amount(writing):
-        raise UserError(f"data.types: {says}; {ways}, or {{{name}: class}} if they are classes")
-    yield f"{says}, and is read as classes; {ways}, or {{{name}: class}} if they are classes"
+        raise UserError(f"data.types: {says}; {ways}")
+    yield f"{says}, and is read as classes; {ways}"
 
 
 # Number of dimensions of an image: height, width and channels.

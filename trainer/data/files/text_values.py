@@ -384,6 +384,19 @@ def has_per_cent(writing: Mapping[str, int], *, plain: bool) -> bool:
     return bool(others and f"{_UNIT_OF}{PER_CENT}" in writing)
 
 
+def advise(writing: Mapping[str, int], as_number: str, as_other: str, *, plain: bool) -> str:
+    """Return how to read formatted numbers. The arguments `as_` are items of `data.types`.
+
+    A column with several units cannot be read as numbers. `plain` is as in `has_per_cent`.
+    """
+    units = list_units(writing)
+    units += [PER_CENT] if has_per_cent(writing, plain=plain) else []
+    if len(units) > 1 or PER_CENT in units:
+        named = ", ".join(units[:_MOST_UNITS])
+        return f"write all of them in one unit ({named}), or set data.types: {as_other}"
+    return f"set data.types: {as_number} to read them as numbers, or {as_other}"
+
+
 def is_amount(writing: Mapping[str, int]) -> bool:
     """Return whether no value has a unit, or some are amounts of money or percentages."""
     units = list_units(writing)
