@@ -219,6 +219,9 @@ def _explain(record: Mapping[str, Any]) -> str:
             return f"with a list of objects in {name!r}"
     if {"columns", "data"} <= record.keys():
         return "with columns and data in separate keys"
+    lengths = [len(value) if isinstance(value, list) else 0 for value in record.values()]
+    if len(lengths) > 1 and len({*lengths}) == 1 and lengths[0] > 1:
+        return "with a list of values for each key"
     inner = [tuple(value) for value in record.values() if isinstance(value, dict)]
     if len(inner) == len(record) > 1 and len({*inner}) == 1:
         numbered = [tuple(map(str, range(len(each)))) for each in (tuple(record), inner[0])]

@@ -92,6 +92,7 @@ def test_keys_that_are_there_twice_break_a_row(tmp_path: Path) -> None:
         ({"columns": ["a"], "index": [0], "data": [[1]]}, "with columns and data in separate keys"),
         ({"a": {"0": 1, "1": 2}, "b": {"0": 3, "1": 4}}, "with a key for each row"),
         ({"0": {"a": 1, "b": 2}, "1": {"a": 3, "b": 4}}, "with a key for each row"),
+        ({"a": [1, 2], "b": ["x", "y"]}, "is one JSON object with a list of values for each key"),
         ([[1, 2], [3, 4]], "t.json, row 1: it is a list, not an object"),
         ([], "has no JSON object in its first 1000 lines"),
     ],
