@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import SINCE_CHAMPION, DataConfig
 from flotilla.trainer.data import listing
 from flotilla.trainer.data.files import column_scan, text_values
-from flotilla.trainer.data.files.columns import read_label
+from flotilla.trainer.data.files.columns import FEW_VALUES, read_label
 from flotilla.trainer.data.files.file_pieces import (
     FilePieces,
     choose_reader,
@@ -32,7 +33,7 @@ from flotilla.trainer.data.listing import Listing
 from flotilla.trainer.data.roles import LABELS, format_names
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.models import choice
-from flotilla.trainer.runtime.errors import ConfigError, nearest
+from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
 from flotilla.trainer.storage.uri import local_path
 
 # Maximum number of rows of a table to examine.
@@ -97,6 +98,14 @@ def few_files(config: DataConfig, found: Listing, scratch: Path) -> FewFiles:
         copies=copies,
         notes=notes,
     )
+
+
+def rename_files(error: UserError, few: FewFiles) -> UserError:
+    """Return an error whose message names the original files instead of their partial copies."""
+    says = str(error)
+    for copy, original in few.copies.items():
+        says = says.replace(copy, original)
+    return type(error)(says)
 
 
 def _spread(files: Sequence[Any]) -> list[Any]:
@@ -198,9 +207,18 @@ class Rows:
             per_cent = text_values.has_per_cent(scan.writing, plain=bool(whole))
             is_mixed = len(units) > 1 or per_cent
             is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
-            if kind and is_all and not is_mixed:
+            if kind and is_all and not is_mixed and not self._has_whole_classes(name):
                 found[name] = kind
         return found
+
+    def _has_whole_classes(self, name: str) -> bool:
+        """Return whether a column is a label whose strings are a few whole numbers, as in JSON."""
+        classes: Sequence[str] = ()
+        if self.columns[name].gathers:
+            with suppress(UserError):
+                classes = self.read_classes(name, "")
+        whole = [each for each in classes if re.match(text_values.WHOLE, each)]
+        return 0 < len(whole) == len(classes) <= FEW_VALUES
 
     def is_formatted(self, name: str) -> bool:
         """Return whether all strings of a column are formatted numbers or dates, such as 3,25."""
@@ -224,20 +242,31 @@ def examine(data: DataConfig, scratch: Path) -> Rows:
     few = few_files(data, taken, scratch) if form != "tfrecord" else None
     if not few or not few.listing.files:
         return Rows(0, {}, is_whole=False, parsed=False, size=size)
+    try:
+        return replace(_examine_few(data, few, len(taken.files), scratch), size=size)
+    except UserError as error:
+        if few.copies:
+            raise rename_files(error, few) from error
+        raise
+
+
+def _examine_few(data: DataConfig, few: FewFiles, total: int, scratch: Path) -> Rows:
     pieces = select_pieces(data, few.listing, scratch)
     has_splits = any(each.split for each in pieces.files)
     if pieces.is_listing:
         folders = {each.path.rpartition("/")[0] for each in pieces.files}
         return Rows(
-            len(taken.files), {}, is_whole=True, parsed=False, form="images",
-            size=size, has_splits=has_splits or len(folders) <= 1,
+            total, {}, is_whole=True, parsed=False, form="images",
+            has_splits=has_splits or len(folders) <= 1,
         )  # fmt: skip
     names, said = pieces.header()
+    kept, labels = names, data.label
     if not data.map:
         _require_label(data, names)
-        kept = pieces.roles(data, names, said).kept
+        roles = pieces.roles(data, names, said)
+        kept, labels = roles.kept, roles.targets
         said = tuple(each for each in names if each not in kept)
-    count, is_cut, scans = _scan(pieces, names, data.label)
+    count, is_cut, scans = _scan(pieces, kept, labels)
     is_cut = is_cut or few.is_part
     if not count and not is_cut:
         raise ConfigError(f"data.source: {data.source} has no rows; give files that have rows")
@@ -245,7 +274,7 @@ def examine(data: DataConfig, scratch: Path) -> Rows:
         scan.lack(count)
     return Rows(
         count, {name: each for name, each in scans.items() if name not in said},
-        is_whole=not is_cut, parsed=pieces.reader.parsed, size=size, has_splits=has_splits,
+        is_whole=not is_cut, parsed=pieces.reader.parsed, has_splits=has_splits,
     )  # fmt: skip
 
 
@@ -277,6 +306,7 @@ def _blocks(pieces: Any, names: Sequence[str], number: int, most: int) -> Iterat
     columns = () if reader.varies else names
     reader.at_once = min(reader.at_once, most) or reader.at_once
     with pieces.local(number) as path:
+        pieces.require_columns(number, path, columns)
         for rows in pieces.rows(path, Piece(number), columns, lambda _number, _why: None):
             yield rows
             most -= len(rows.numbers)

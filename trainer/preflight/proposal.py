@@ -19,7 +19,7 @@ import yaml
 from flotilla.trainer.config.data import DataConfig, SplitsConfig
 from flotilla.trainer.config.load import is_configuration, lay_over, parse_config
 from flotilla.trainer.config.schema import Config
-from flotilla.trainer.data.roles import LABELS
+from flotilla.trainer.data.roles import LABELS, below
 from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.models import choice
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
@@ -116,6 +116,7 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
             rows = examine(config.data, Path(scratch))
+        return _make_proposal(config, given, rows)
     except ConfigError:
         raise
     except UserError as error:
@@ -124,7 +125,6 @@ def propose(source: str | Path, label: Sequence[str], settings: Sequence[str] = 
         if is_far and not missing and (isinstance(error, TransientError) or error.__cause__):
             return _make_proposal(config, given, None, f"data.source was not examined: {error}")
         raise ConfigError(str(error)) from error
-    return _make_proposal(config, given, rows)
 
 
 def list_columns(source: str | Path, settings: Sequence[str] = ()) -> tuple[list[str], str]:
@@ -168,10 +168,11 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
     data = config.data
     yield "name", config.name, "the model's name in the registry, taken from the name of the source"
     yield "data.source", data.source, _size(rows)
-    labels = [*data.label] or [each for each in _columns(rows) if each.lower() in LABELS][:1]
+    columns = _columns(rows)
+    labels = _find_labels(data, columns)
     if labels and (not rows or rows.form != "images"):
         yield "data.label", labels[0] if len(labels) == 1 else labels, "the column to predict"
-    inputs = [each for each in _columns(rows) if each not in labels]
+    inputs = [each for each in columns if each not in labels]
     ids = _ids(data, rows, inputs) if rows else []
     if ids:
         yield "data.drop", ids, "ids: a value that is unique to each row does not generalize"
@@ -211,6 +212,12 @@ def _choices(config: Config, rows: Rows | None) -> Iterator[tuple[str, Any, str]
         "auto",
         "train until validation stops improving; or set a number, or epochs: N",
     )
+
+
+def _find_labels(data: DataConfig, columns: list[str]) -> list[str]:
+    # `a` selects the columns `a/b` and `a/c`.
+    found = [name for each in data.label for name in below(each, columns) or [each]]
+    return found or [each for each in columns if each.lower() in LABELS][:1]
 
 
 def _columns(rows: Rows | None) -> list[str]:

@@ -6,7 +6,7 @@ the sample is the whole source, every error is raised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from flotilla.trainer.data.roles import ColumnRoles
 from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION
 from flotilla.trainer.features.dataset_spec import SPLITS
-from flotilla.trainer.preflight.head import few_files
+from flotilla.trainer.preflight.head import few_files, rename_files
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 
 ROWS = 1000
@@ -95,7 +95,7 @@ def _sample_files(config: DataConfig, scratch: Path) -> Sample:
     except _DoubtfulError as doubt:
         return Sample(notes=(*few.notes, f"in the first rows: {doubt}"))
     except UserError as error:
-        raise _rename_files(error, few.copies) from error
+        raise rename_files(error, few) from error
 
 
 def _publish(
@@ -116,13 +116,6 @@ def _publish(
             raise
         raise _DoubtfulError(says) from error
     return Sample(uri=made.uri, is_whole=is_whole())
-
-
-def _rename_files(error: UserError, copies: Mapping[str, str]) -> UserError:
-    says = str(error)
-    for copy, original in copies.items():
-        says = says.replace(copy, original)
-    return type(error)(says)
 
 
 class _FirstRows(FileSource):

@@ -1,6 +1,7 @@
 """Tests that the head of a large file ends with a whole row, and that messages name the file."""
 
 import gzip
+import re
 
 import pytest
 
@@ -12,6 +13,7 @@ from flotilla.trainer.data.files.formats.delimited import CsvReader
 from flotilla.trainer.data.files.formats.raw_rows import Piece
 from flotilla.trainer.preflight import head
 from flotilla.trainer.preflight.head import few_files
+from flotilla.trainer.preflight.proposal import propose
 from flotilla.trainer.preflight.sample import publish_sample
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.uri import local_path
@@ -52,6 +54,8 @@ def test_a_message_names_the_file_and_not_its_copy(tmp_path):
     with pytest.raises(UserError) as refused:
         publish_sample(DataConfig(source=str(path)), tmp_path / "scratch")
     assert f"{path}, row 1 has two columns named 'a'" in str(refused.value)
+    with pytest.raises(UserError, match=f"source: {re.escape(str(path))}, row 1 has two columns"):
+        propose(path, ["label"])
 
 
 def test_a_head_is_no_file_that_has_changed(tmp_path):

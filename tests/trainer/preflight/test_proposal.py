@@ -4,7 +4,10 @@ import json
 import random
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
+from pyarrow import csv
+from pyarrow import parquet as pq
 
 from flotilla.trainer.config.load import load_config
 from flotilla.trainer.preflight.proposal import is_source, propose
@@ -49,6 +52,9 @@ def test_what_is_written_gives_the_same_configuration():
         ("head.csv", ["y"], "has no row"),
         ("empty.csv", ["y"], "is empty"),
         ("odd.xyz", ["y"], "set data.format to one of"),
+        ("part-*.csv", ["y"], "part-2.csv has no column 'x', which other files have; add it"),
+        ("part-*.parquet", ["y"], "part-2.parquet has no column 'x', which other files have"),
+        ("price.csv", ["y"], "has numbers stored as text, such as '1.01M'; write all of them in"),
     ],
 )
 def test_a_mistake_is_one_line(source, label, line):
@@ -56,6 +62,12 @@ def test_a_mistake_is_one_line(source, label, line):
     Path("head.csv").write_text("x,y\n")
     Path("empty.csv").write_text("")
     Path("odd.xyz").write_text("hello")
+    for number, names in enumerate((["x", "y"], ["X", "y"]), 1):
+        table = pa.table({name: [1, 2, 3] for name in names})
+        pq.write_table(table, f"part-{number}.parquet")
+        csv.write_csv(table, f"part-{number}.csv")
+    prices = "".join(f"1,{n}.{n:02}{'KM'[n % 2]}\n" for n in range(1, 60))
+    Path("price.csv").write_text(f"x,y\n{prices}")
     with pytest.raises(ConfigError) as refused:
         propose(source, label)
     assert line in str(refused.value)
@@ -124,3 +136,17 @@ def test_numbers_and_dates_in_writing_are_no_ids():
     data = propose("german.csv", ["y"]).config.data
     assert data.drop == ("code",)
     assert data.types["preis"] == "number_comma"
+
+
+def test_a_label_is_what_the_run_takes():
+    rows = [{"x": n / 4, "out": {"y": n % 2 == 0, "z": str(n % 2)}} for n in range(60)]
+    Path("nested.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert propose("nested.jsonl", ["out"]).config.data.label == ("out/y", "out/z")
+    # Strings with a few whole numbers are classes, and those with fractions are not.
+    made = propose("nested.jsonl", ["out/z"])
+    assert "# binary_classification: the label is 0 or 1" in made.text(Path())
+    assert not made.config.data.types
+    rows = [{"x": n / 4, "y": f"{n / 8}"} for n in range(60)]
+    Path("price.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(ConfigError, match=r"such as '0\.0'; set data\.types: \{y: number\}"):
+        propose("price.jsonl", ["y"])

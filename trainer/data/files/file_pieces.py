@@ -96,6 +96,16 @@ class FilePieces:
         names = self.reader.names(path)
         return tuple(dict.fromkeys([*names, *self._partition(number)]))
 
+    def require_columns(self, number: int, path: Path, wanted: Sequence[str]) -> tuple[str, ...]:
+        """Return the columns of a file. Raises `UserError` if it lacks a wanted one."""
+        names = self.columns(number, path)
+        if missing := [name for name in wanted if name not in names]:
+            raise UserError(
+                f"data.source: {path} has no column {missing[0]!r}, which other files have; "
+                f"add it, or set data.drop: [{missing[0]}]"
+            )
+        return names
+
     def header(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the columns of the first training file, and its index columns."""
         with self.local(self.first) as path:

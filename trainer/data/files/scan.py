@@ -273,12 +273,7 @@ class PieceScan:
         self.found.broken.rows += 1
 
     def _check_columns(self) -> None:
-        names = self.files.columns(self.piece.file, self.path)
-        if missing := [name for name in self.wanted if name not in names]:
-            raise UserError(
-                f"data.source: {self.path} has no column {missing[0]!r}, which other files have; "
-                f"add it, or set data.drop: [{missing[0]}]"
-            )
+        names = self.files.require_columns(self.piece.file, self.path, self.wanted)
         more = [name for name in names if name not in self.names]
         if more and not self.config.inputs:
             raise UserError(
