@@ -34,7 +34,7 @@ from flotilla.trainer.config.schema import Config
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.probe import SILENT, Probe
 from flotilla.trainer.tracking import addresses, mlflow_run
-from flotilla.trainer.tracking.hub import Hub
+from flotilla.trainer.tracking.promotions import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"

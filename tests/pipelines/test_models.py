@@ -7,9 +7,9 @@ import pytest
 from flotilla.pipelines.cli import app
 from flotilla.trainer import storage
 from flotilla.trainer.promotion import registry
-from flotilla.trainer.tracking import addresses, hub
+from flotilla.trainer.tracking import addresses, promotions
 from tests.pipelines.conftest import register_models
-from tests.trainer.tracking import test_hub as hub_server
+from tests.trainer.tracking import test_promotions as hub_server
 
 METRICS = {"accuracy": 0.975}
 LINEAGE = {"run_id": "digits-9", "metrics": METRICS, "commit": "abc", "fingerprint": "f00"}
@@ -81,7 +81,7 @@ def test_promote_and_roll_back(flotilla, workdir):
 
 def test_a_promotion_by_a_person_is_announced_to_the_model_registry(flotilla, monkeypatch):
     monkeypatch.delenv(addresses.URI, raising=False)
-    monkeypatch.delenv(hub.TOKEN_FILE, raising=False)
+    monkeypatch.delenv(promotions.TOKEN_FILE, raising=False)
     with hub_server.serving() as (address, store):
         monkeypatch.setenv(addresses.HUB, address)
         assert flotilla("promote", "digits", "3")[0] == 0

@@ -33,8 +33,7 @@ from flotilla.trainer.report.headline import (
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.json_records import parse_record
 from flotilla.trainer.tracking import addresses, promotions
-from flotilla.trainer.tracking.hub import PromotedModel
-from flotilla.trainer.tracking.promotions import is_champion_known
+from flotilla.trainer.tracking.promotions import PromotedModel, is_champion_known
 
 KIND = "registration"
 PROMOTED = "promoted"

@@ -12,14 +12,14 @@ from flotilla.components.kubernetes.jobset import KIND as JOBSET
 from flotilla.components.kubernetes.requirements import LAUNCHER, TRAINER, required_rules
 from flotilla.components.kubernetes.tfjob import KIND
 from flotilla.pipelines.doctor.checks import _answers
-from flotilla.trainer.tracking import addresses, hub, mlflow_run
-from flotilla.trainer.tracking.hub import Hub
+from flotilla.trainer.tracking import addresses, mlflow_run, promotions
+from flotilla.trainer.tracking.promotions import Hub
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import RUNNER
-from tests.trainer.tracking import test_hub as hub_server
+from tests.trainer.tracking import test_promotions as hub_server
 
 CONTROLLERS = {"TFJob": "training operator", "JobSet": "JobSet controller"}
 OF_THE_CLUSTER = [
@@ -363,7 +363,7 @@ AWAY = "http://127.0.0.1:1"
 
 @pytest.fixture(autouse=True)
 def _clean(monkeypatch):
-    monkeypatch.delenv(hub.TOKEN_FILE, raising=False)
+    monkeypatch.delenv(promotions.TOKEN_FILE, raising=False)
 
 
 def test_trackers_are_checked_only_where_they_are_named(doctor, monkeypatch):

@@ -15,7 +15,7 @@ from flotilla.trainer import events, storage
 from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.events import AttemptBegin, StepEnd, Validation
 from flotilla.trainer.tracking import addresses, mlflow_run, promotions, tracker
-from flotilla.trainer.tracking.hub import PromotedModel
+from flotilla.trainer.tracking.promotions import PromotedModel
 from flotilla.trainer.tracking.tracker import LocalRun
 from tests.ports import held_port
 from tests.trainer.tracking.test_tracker import progress
