@@ -9,7 +9,7 @@ from flotilla.trainer import storage
 from flotilla.trainer.config.data import RULES
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.thresholds import GateConfig
-from flotilla.trainer.data_gate import page, validate
+from flotilla.trainer.data_gate import validate
 from flotilla.trainer.data_gate.findings import Finding
 from tests.trainer.data_gate.skews import SKEWS, table
 from tests.trainer.data_gate.tables import profile, question, rules_of, split_of
@@ -101,7 +101,7 @@ FACTS = {
 def drawn(columns, before=None, **more):
     new = profile(split_of(columns))
     old = profile(split_of(before)) if before else None
-    return page.render({**FACTS, **more}, new, old).decode()
+    return validate.render_page({**FACTS, **more}, new, old).decode()
 
 
 def test_histograms_stand_next_to_those_of_the_champion():
@@ -144,7 +144,7 @@ def test_the_page_is_escaped_and_bounded_and_draws_features_with_findings():
     columns = table(np.random.default_rng(0), 60, width=400)
     finding = {"rule": "drift", "feature": "x394", "split": "", "says": "moved", "action": "warn"}
     text = drawn(columns, findings=[finding] * 500)
-    assert text.count("<figure ") == page.MOST_FEATURES
+    assert text.count("<figure ") == validate.MOST_FEATURES
     assert '<figure id="feature-1"><figcaption>x394' in text
     assert "341 further features are not drawn" in text
     assert len(text) < 1_000_000
