@@ -16,7 +16,7 @@ from PIL import Image
 
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.files.columns import make_inputs
-from flotilla.trainer.prediction.conversion import convert, make_input
+from flotilla.trainer.prediction.inputs import convert, make_input
 from flotilla.trainer.prediction.output import make_columns
 from flotilla.trainer.tracking import mlflow_model, pyfunc_loader
 from tests.trainer.tracking.test_mlflow_model import entry, manifest
