@@ -24,10 +24,9 @@ import numpy.typing as npt
 from scipy import optimize, stats
 
 from flotilla.trainer.config.thresholds import GateConfig
-from flotilla.trainer.evaluation import constant
-from flotilla.trainer.evaluation.classes import compare_classes
-from flotilla.trainer.evaluation.comparison import Opponents, compare_paired
-from flotilla.trainer.evaluation.estimates import Estimate, Metric
+from flotilla.trainer.evaluation import baselines
+from flotilla.trainer.evaluation.champion import compare_classes
+from flotilla.trainer.evaluation.comparison import Estimate, Metric, Opponents, compare_paired
 from flotilla.trainer.promotion import gate
 from flotilla.trainer.tasks.base import Part, Target, Whole
 from flotilla.trainer.tasks.classification import BinaryClassification
@@ -129,7 +128,7 @@ class Night:
         """Return whether the gate blesses a model if there is no champion."""
         metric, mine = self._data.metric, _estimate(own, self._data.metric)
         best = 0.5 if metric == "auc" else float(self._labels.mean())
-        paired = constant.compare_shuffled(_OBJECTIVE, own, metric, mine.value, best)
+        paired = baselines.compare_shuffled(_OBJECTIVE, own, metric, mine.value, best)
         found = {"answer": "", "paired": {"needed": None, **paired}}
         return _passes(GATE, {"metrics": {metric: mine.value}, "constant": found})
 

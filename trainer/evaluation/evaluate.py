@@ -31,8 +31,7 @@ from flotilla.trainer.data.read import (
     read_columns,
     stage_shards,
 )
-from flotilla.trainer.evaluation import constant
-from flotilla.trainer.evaluation.baseline import judge_baselines
+from flotilla.trainer.evaluation.baselines import compare_constant, is_beaten, judge_baselines
 from flotilla.trainer.evaluation.champion import compare_champion, load_champion
 from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.evaluation.predictions import (
@@ -115,7 +114,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
         if opponent:
             there = compare_champion(opponent, objective, found, config.gate.champion, judges)
             summary["champion"] = there
-            beaten = constant.is_beaten(summary["constant"], there.get("metrics", {}))
+            beaten = is_beaten(summary["constant"], there.get("metrics", {}))
             summary["constant"]["champion"] = beaten
         if config.evaluation.baseline == "auto":
             splits = Splits(spec=spec, uri=dataset, scratch=scratch)
@@ -324,6 +323,6 @@ def summarize_predictions(
         "examples": found.own.count,
         **summary,
         "metrics": main_first(summary["metrics"], main),
-        "constant": constant.compare_constant(objective, found.own, summary["metrics"], main),
+        "constant": compare_constant(objective, found.own, summary["metrics"], main),
         "slices": slices,
     }

@@ -38,21 +38,22 @@ from flotilla.trainer.evaluation.evaluate import (
     load_trained_model,
     read_inputs,
 )
-from flotilla.trainer.evaluation.program_files import SAVED_MODEL
-from flotilla.trainer.evaluation.program_model import PROGRAM
-from flotilla.trainer.export.formats import FORMATS, format_path
-from flotilla.trainer.export.parity import (
+from flotilla.trainer.evaluation.program_model import PROGRAM, SAVED_MODEL
+from flotilla.trainer.export.formats import (
+    FORMATS,
     Batch,
     Fresh,
     Original,
     answer_in_process,
+    format_path,
     fresh_process,
     prove,
 )
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.statistics import statistics
 from flotilla.trainer.models import keras_file
-from flotilla.trainer.promotion import gate, kserve
+from flotilla.trainer.promotion import gate
+from flotilla.trainer.promotion.registry import kserve_service
 from flotilla.trainer.report import headline, views, wording
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.runtime.masking import one_line
@@ -237,7 +238,7 @@ def _write_texts(
     for name, text in {
         "parity.json": json.dumps(parity, indent=1, ensure_ascii=False),
         "config.json": json.dumps(public, indent=1, ensure_ascii=False),
-        "kserve.yaml": kserve.service(config.name, output),
+        "kserve.yaml": kserve_service(config.name, output),
         "model_card.md": _make_card(config, parity, fields),
     }.items():
         (folder / name).write_text(text.rstrip("\n") + "\n", encoding="utf-8")

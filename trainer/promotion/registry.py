@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 import tempfile
 import time
@@ -35,9 +36,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from flotilla.trainer import signing, storage
 from flotilla.trainer.config.schema import OF_TWO_CLASSES
-from flotilla.trainer.promotion import kserve
 from flotilla.trainer.promotion.consensus import decide, find_decided
 from flotilla.trainer.promotion.gate import publish_json
 from flotilla.trainer.runtime.errors import ConfigError, UserError, nearest
@@ -45,6 +47,7 @@ from flotilla.trainer.runtime.json_records import parse_mapping, parse_number, p
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.storage.manifest import MANIFEST
 from flotilla.trainer.storage.store import is_recent, run_parallel
+from flotilla.trainer.storage.uri import locate, speaks_s3
 from flotilla.trainer.tracking import mlflow_model
 
 MODEL = "model"
@@ -330,7 +333,7 @@ def register(
 
 
 def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
-    (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
+    (copy / "kserve.yaml").write_text(kserve_service(name, uri), encoding="utf-8")
     mlflow_model.write(copy, fields, read_kinds(fields))
     signing.write_provenance(copy, name, fields["lineage"], created)
     signing.sign(copy, fields)
@@ -549,3 +552,35 @@ def _json(uri: str) -> dict[str, Any]:
         return parse_mapping(storage.read_bytes(uri))
     except (storage.Missing, storage.Corrupt, ValueError):
         return {}
+
+
+def kserve_service(name: str, uri: str) -> str:
+    """Return the YAML of a KServe InferenceService for the model `name` published at `uri`."""
+    document = {
+        "apiVersion": "serving.kserve.io/v1beta1",
+        "kind": "InferenceService",
+        "metadata": {"name": service_name(name)},
+        "spec": {
+            "predictor": {
+                "model": {
+                    "modelFormat": {"name": "tensorflow"},
+                    "storageUri": _storage_uri(storage.join(uri, "serving", name)),
+                }
+            }
+        },
+    }
+    return yaml.safe_dump(document, sort_keys=False)
+
+
+def _storage_uri(uri: str) -> str:
+    if not speaks_s3(uri):
+        return uri
+    # Leave out the options of the URI, which only Flotilla's client understands.
+    place = locate(uri)
+    return f"s3://{place.bucket}/{place.key}"
+
+
+def service_name(name: str) -> str:
+    """Return a valid Kubernetes name for a service: lowercase letters, digits and `-`."""
+    plain = re.sub(r"[^a-z0-9]+", "-", name)
+    return plain if plain[0].isalpha() else f"model-{plain}"

@@ -34,7 +34,7 @@ from flotilla.trainer.data import prepare
 from flotilla.trainer.data.preparation.shards import write_shards
 from flotilla.trainer.data.read import evaluation_batches, stage_shards
 from flotilla.trainer.evaluation import evaluate
-from flotilla.trainer.export import parity
+from flotilla.trainer.export import formats
 from flotilla.trainer.export.formats import Subject, format_path
 from flotilla.trainer.features.class_names import ClassIndex
 from flotilla.trainer.features.dataset_spec import (
@@ -437,12 +437,12 @@ def _try_out(
         parts = objective.task.parts.values()
         own = ":" in config.model.name or not all(map(is_built_in, parts))
         if own:
-            parity.require_served(subject)
+            formats.require_served(subject)
         small = len(model._flatten_layers()) <= MOST_LAYERS
         for form in config.export.formats:
             if (own and small) or form.startswith("tflite"):
                 path = folder / format_path(form, config.name, 0)
-                parity.check_form(form, subject, path, calibration)
+                formats.check_form(form, subject, path, calibration)
 
 
 def describe_feature(feature: FeatureSpec) -> str:

@@ -8,15 +8,16 @@ import pytest
 from scipy import optimize, stats
 
 from flotilla.trainer.config.thresholds import ChampionRule
-from flotilla.trainer.evaluation import estimates, predictions
+from flotilla.trainer.evaluation import comparison, predictions
 from flotilla.trainer.evaluation.comparison import (
+    Estimate,
     Opponents,
     Pairs,
     compare,
     compare_paired,
     compare_shares,
+    mean,
 )
-from flotilla.trainer.evaluation.estimates import Estimate, mean
 from flotilla.trainer.runtime.errors import ConfigError
 from flotilla.trainer.tasks.classification import Classification
 from flotilla.trainer.tasks.objective import Objective
@@ -118,7 +119,7 @@ def test_a_metric_without_a_state_is_made_anew_without_each_group():
 def test_the_difference_is_that_of_all_examples_where_groups_are_made_of_some(monkeypatch):
     opponents, _ = shared(classifiers)
     whole = compare(opponents, ChampionRule(metric="weighted_f1"))
-    monkeypatch.setattr(estimates, "_MOST_EXAMPLES", COUNT // 2)
+    monkeypatch.setattr(comparison, "_MOST_EXAMPLES", COUNT // 2)
     found = compare(opponents, ChampionRule(metric="weighted_f1"))
     assert found["difference"] == whole["difference"]
     widths = [each["difference"] - each["bound"] for each in (found, whole)]

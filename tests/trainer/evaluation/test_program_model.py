@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from flotilla.trainer import storage
 from flotilla.trainer.evaluation.evaluate import evaluate
-from flotilla.trainer.evaluation.program_files import find_model
 from flotilla.trainer.evaluation.program_model import (
     Argument,
     convert,
+    find_model,
     match_arguments,
     match_outputs,
 )

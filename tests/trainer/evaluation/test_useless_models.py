@@ -10,7 +10,7 @@ import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.config.load import parse_config
-from flotilla.trainer.evaluation import constant
+from flotilla.trainer.evaluation.baselines import is_beaten
 from flotilla.trainer.evaluation.champion import Champion, compare_champion
 from flotilla.trainer.evaluation.evaluate import summarize_predictions
 from flotilla.trainer.evaluation.predictions import Predictions, unsound
@@ -95,7 +95,7 @@ def decided(folder, task, labels, outputs, *, champion=None, columns=None, **rul
     if champion is not None:
         there = Champion(uri="file:///champion", answer=None, incomparable="")
         summary["champion"] = compare_champion(there, objective, found, config.gate.champion)
-        beaten = constant.is_beaten(summary["constant"], summary["champion"]["metrics"])
+        beaten = is_beaten(summary["constant"], summary["champion"]["metrics"])
         summary["constant"]["champion"] = beaten
     (folder / "measured").mkdir()
     (folder / "measured" / "metrics.json").write_text(json.dumps(summary))

@@ -22,10 +22,8 @@ from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.export.export import make_template
 from flotilla.trainer.export.formats import (
     FORMATS,
-    call_model,
-)
-from flotilla.trainer.export.parity import (
     SMOKE_EXAMPLES,
+    call_model,
 )
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec

@@ -17,24 +17,21 @@ from flotilla.trainer.config.schema import ModelConfig
 from flotilla.trainer.embeddings.sharded_embedding import ShardedEmbedding
 from flotilla.trainer.export.formats import (
     FORMATS,
-    Subject,
-    convert_to_tflite,
-    reader,
-)
-from flotilla.trainer.export.parity import (
     Original,
+    Subject,
     _environment,
     answer_in_process,
+    convert_to_tflite,
     fresh_process,
     largest_difference,
     prove,
+    reader,
 )
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
 from flotilla.trainer.features.names import argument_names
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
-from flotilla.trainer.promotion import kserve
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.tasks.classification import BinaryClassification
 from flotilla.trainer.tasks.multi_output import MultiOutput, group_by_output
@@ -185,13 +182,6 @@ class TestSmoke:
         assert "cannot serve the model" in self.failed(subject, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "service"), [("digits", "digits"), ("a_b.c-1", "a-b-c-1"), ("7up", "model-7up")]
-)
-def test_a_name_that_kubernetes_takes(name, service):
-    assert kserve.service_name(name) == service
-
-
 @pytest.mark.parametrize("defined", [True, False])
 def test_the_loss_replaces_a_main_metric_that_is_not_defined(defined, tmp_path):
     rng = np.random.default_rng(0)
@@ -261,8 +251,8 @@ def test_it_loads_no_keras():
 @pytest.mark.slow
 def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
     program = (
-        "import pathlib, sys, time; from flotilla.trainer.export import parity\n"
-        "with parity.fresh_process(pathlib.Path(sys.argv[1])) as process:\n"
+        "import pathlib, sys, time; from flotilla.trainer.export import formats\n"
+        "with formats.fresh_process(pathlib.Path(sys.argv[1])) as process:\n"
         "    print(process.pid, flush=True)\n"
         "    sys.stdin.read()\n"
     )

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from flotilla.trainer import storage
-from flotilla.trainer.promotion import kserve, registry
+from flotilla.trainer.promotion import registry
 from flotilla.trainer.promotion.registry import opponent
 from flotilla.trainer.runtime.errors import UserError
 from flotilla.trainer.storage.manifest import MANIFEST
@@ -410,8 +410,15 @@ def test_the_collection_of_garbage_leaves_what_was_agreed_on(root, tmp_path):
     ],
 )
 def test_kserve_gets_a_uri_that_it_knows(uri, place):
-    service = yaml.safe_load(kserve.service("digits", uri))
+    service = yaml.safe_load(registry.kserve_service("digits", uri))
     assert service["spec"]["predictor"]["model"]["storageUri"] == place
+
+
+@pytest.mark.parametrize(
+    ("name", "service"), [("digits", "digits"), ("a_b.c-1", "a-b-c-1"), ("7up", "model-7up")]
+)
+def test_a_name_that_kubernetes_takes(name, service):
+    assert registry.service_name(name) == service
 
 
 @pytest.mark.parametrize("days", [-365, 365])

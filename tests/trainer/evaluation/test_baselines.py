@@ -1,16 +1,19 @@
-"""Tests the best constant of each task and metric, and the confidence that a model beats it."""
+"""Tests comparisons with the best constant of each task, and with the simple models."""
 
 import numpy as np
 import pytest
 
-from flotilla.trainer.evaluation import constant
+from flotilla.trainer.baselines.baselines import Answers, Baseline
+from flotilla.trainer.evaluation import baselines
 from flotilla.trainer.evaluation.predictions import measure_predictions
+from flotilla.trainer.report import headline, report
 from flotilla.trainer.tasks.areas import areas
 from flotilla.trainer.tasks.base import Part, Whole
 from flotilla.trainer.tasks.classification import (
     BinaryClassification,
     Classification,
     MultilabelClassification,
+    Threshold,
 )
 from flotilla.trainer.tasks.multi_output import MultiOutput
 from flotilla.trainer.tasks.objective import Objective
@@ -18,7 +21,7 @@ from flotilla.trainer.tasks.ranking import Ranking
 from flotilla.trainer.tasks.recommendation import Recommendation
 from flotilla.trainer.tasks.regression import Regression
 from flotilla.trainer.tasks.sequences import SequenceLabelling
-from tests.trainer.tasks.measuring import target
+from tests.trainer.tasks.measuring import InParts, target
 
 COUNT = 600
 DRAW = np.random.default_rng(5)
@@ -31,7 +34,7 @@ GROUPS = DRAW.integers(0, 60, COUNT)
 ITEMS = DRAW.integers(0, 30, COUNT)
 WEIGHTS = DRAW.uniform(0.5, 2, COUNT).astype("float32")
 MANY = (DRAW.random(4000) < 0.1).astype("int64")
-BEST = constant._Best(0.5, constant.Constant("0.1", np.zeros(1)))
+BEST = baselines._Best(0.5, baselines.Constant("0.1", np.zeros(1)))
 
 
 def noise(*shape):
@@ -42,7 +45,7 @@ def compared(task, labels, outputs, metric="", *, weights=None, columns=None):  
     objective = Objective(task)
     own = Whole(Part(labels, outputs, weights, columns or {}))
     metrics = measure_predictions(objective, own)["metrics"]
-    return constant.compare_constant(objective, own, metrics, metric or task.main_metric)
+    return baselines.compare_constant(objective, own, metrics, metric or task.main_metric)
 
 
 def share(values, weights=None):
@@ -161,10 +164,10 @@ def test_a_query_alone_is_compared_by_its_own_values():
 
 @pytest.mark.parametrize("metric", ["auc", "average_precision"])
 def test_of_many_examples_some_are_shuffled_and_noise_passes_as_seldom(metric, monkeypatch):
-    monkeypatch.setattr(constant, "_MOST_SHUFFLED", 200)
-    monkeypatch.setattr(constant, "_SHUFFLES", 199)
+    monkeypatch.setattr(baselines, "_MOST_SHUFFLED", 200)
+    monkeypatch.setattr(baselines, "_SHUFFLES", 199)
     best = BEST if metric == "auc" else BEST._replace(value=float(MANY.mean()))
-    monkeypatch.setattr(constant, "_best", lambda *_: {metric: best})
+    monkeypatch.setattr(baselines, "_best", lambda *_: {metric: best})
     task = BinaryClassification(target(MANY, num_classes=2))
     objective = Objective(task)
 
@@ -172,7 +175,7 @@ def test_of_many_examples_some_are_shuffled_and_noise_passes_as_seldom(metric, m
         own = Whole(Part(MANY, outputs.astype("float32")[:, np.newaxis], None, {}))
         value = getattr(areas(MANY, outputs), metric)
         return (
-            constant.compare_constant(objective, own, {metric: value}, metric)["paired"]["bound"]
+            baselines.compare_constant(objective, own, {metric: value}, metric)["paired"]["bound"]
             > 0
         )
 
@@ -182,10 +185,103 @@ def test_of_many_examples_some_are_shuffled_and_noise_passes_as_seldom(metric, m
 
 
 def test_where_a_rare_class_is_not_among_those_shuffled_it_is_compared_by_example(monkeypatch):
-    monkeypatch.setattr(constant, "_MOST_SHUFFLED", 20)
+    monkeypatch.setattr(baselines, "_MOST_SHUFFLED", 20)
     labels = np.zeros(400, "int64")
     labels[1:20:2] = 1
     outputs = np.random.default_rng(1).normal(size=(400, 1)).astype("float32") + labels[:, None]
     found = compared(BinaryClassification(target(labels, num_classes=2)), labels, outputs, "auc")
     assert np.isfinite(found["paired"]["bound"])
     assert "influences" in found["paired"]["method"]
+
+
+FEW, CLASSES = 150, 3
+RANDOM = np.random.default_rng(3)
+KIND = RANDOM.integers(CLASSES, size=FEW)
+SURE = np.eye(CLASSES, dtype="float32")[KIND]
+
+
+def noisy(much):
+    return (SURE + much * RANDOM.normal(size=SURE.shape)).astype("float32")
+
+
+def judged(monkeypatch, own, *found):
+    monkeypatch.setattr(baselines, "fit_baselines", lambda *_: list(found))
+    objective = Objective(Classification(target(KIND, num_classes=CLASSES)))
+    return baselines.judge_baselines(objective, InParts(KIND, own), None)
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "beats"), [(0.1, 3.0, False), (3.0, 0.1, True), (0.5, 0.5, False)]
+)
+def test_the_model_is_compared_with_it_on_the_same_examples(monkeypatch, own, other, beats):
+    model, simple = noisy(own), noisy(other)
+    (found,) = judged(monkeypatch, model, Baseline(name="linear", rows=9, outputs=simple))
+    means = [(each.argmax(axis=1) == KIND).mean() for each in (model, simple)]
+    assert found["metrics"]["accuracy"] == pytest.approx(means[1])
+    paired = found["paired"]
+    assert (paired["metric"], paired["examples"]) == ("accuracy", FEW)
+    assert paired["difference"] == pytest.approx(means[0] - means[1])
+    low, high = paired["interval"]
+    assert low < paired["difference"] < high
+    assert found["beats"] == beats
+
+
+def test_one_that_answers_fewer_is_compared_on_those(monkeypatch):
+    model, simple = noisy(0.5), noisy(0.5)[:40]
+    (found,) = judged(monkeypatch, model, Baseline(name="linear", rows=9, outputs=simple))
+    assert found["paired"]["examples"] == 40
+    hits = (simple.argmax(axis=1) == KIND[:40]).mean()
+    assert found["metrics"]["accuracy"] == pytest.approx(hits)
+
+
+def test_the_report_says_so_where_the_model_loses_by_more_than_the_interval(monkeypatch):
+    strong = Baseline(
+        name="gradient boosting", made_by="m", rows=9, seconds=3.0, outputs=noisy(0.1)
+    )
+    for own, is_said in ((3.0, True), (0.1, False)):
+        rows = judged(monkeypatch, noisy(own), strong)
+        evaluation = {
+            "metrics": {"accuracy": 0.4}, "main_metric": "accuracy", "baselines": rows,
+            "directions": {"accuracy": "higher"},
+        }  # fmt: skip
+        notes = [each for each in headline.make_notes(evaluation, []) if "simple model" in each]
+        assert bool(notes) is is_said
+        page = report.render({"evaluation": evaluation, "metrics": evaluation["metrics"]})
+        assert "gradient boosting" in page.lower()
+    assert rows[0]["paired"]["interval"] is not None
+
+
+def test_one_of_two_classes_decides_by_its_own_threshold(monkeypatch):
+    yes = (KIND == 0).astype("int64")
+    # All of the baseline's probabilities are below 0.5 and below the model's threshold.
+    low = (RANDOM.normal(size=(FEW, 1)) + 4 * yes[:, np.newaxis] - 6).astype("float32")
+    answers = Answers(yes, low, np.ones(FEW))
+    objective = Objective(BinaryClassification(target(yes))).set_thresholds({"": Threshold(0.9)})
+    rows = []
+    for validation in (None, answers):
+        simple = Baseline(name="linear", outputs=low, validation=validation)
+        monkeypatch.setattr(baselines, "fit_baselines", lambda *_, found=simple: [found])
+        rows += baselines.judge_baselines(objective, InParts(yes, -low), None)
+    assert rows[0]["metrics"]["recall"] == 0
+    assert rows[1]["metrics"]["f1"] > 0.9
+    assert rows[0]["metrics"]["auc"] == rows[1]["metrics"]["auc"]
+
+
+def test_what_fails_is_skipped(monkeypatch):
+    endless = noisy(0.5)
+    endless[3] = np.inf
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=endless))
+    assert found["skipped"] == "it returns non-finite numbers for 1 examples"
+
+    def fails(*_):
+        raise MemoryError("no\nmemory")
+
+    monkeypatch.setattr(baselines, "measure_predictions", fails)
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", outputs=noisy(0.5)))
+    assert found["skipped"].startswith("MemoryError: no (")
+    assert (found["metrics"], found["beats"]) == ({}, False)
+
+
+def test_one_that_is_skipped_says_why(monkeypatch):
+    (found,) = judged(monkeypatch, noisy(0.5), Baseline(name="linear", skipped="no time"))
+    assert (found["skipped"], found["metrics"], found["paired"]) == ("no time", {}, {})
