@@ -136,9 +136,15 @@ def publish_dataset(  # noqa: PLR0913
     return uri
 
 
-def write_statistics(folder: Path, batches: dict[str, dict[str, np.ndarray]]) -> None:
+def write_statistics(
+    folder: Path,
+    batches: dict[str, dict[str, Any]],
+    features: dict[str, FeatureSpec] = FEATURES,
+    targets: tuple[str, ...] = ("label",),
+) -> None:
     """Write the statistics of each split, as preparation does."""
-    known = {split: Accumulator(FEATURES, ["image"], ["label"], vocabulary=10) for split in batches}
+    inputs = [name for name in features if name not in targets]
+    known = {split: Accumulator(features, inputs, targets, vocabulary=10) for split in batches}
     for split, batch in batches.items():
         known[split].add(batch)
     results = Statistics(splits={split: each.result() for split, each in known.items()})

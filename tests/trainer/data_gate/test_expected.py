@@ -1,11 +1,12 @@
 """Tests which datasets a schema file rejects, and which schema files are invalid."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import yaml
 
 from flotilla.trainer.data_gate import expected, validate
-from flotilla.trainer.data_gate.findings import Question
 from flotilla.trainer.runtime.errors import ConfigError
 from tests.trainer.data_gate.skews import table
 from tests.trainer.data_gate.tables import profile, question, split_of
@@ -18,9 +19,7 @@ def dataset():
 
 def found(dataset, **features):
     schema = expected.ExpectedFeatures.model_validate({"features": features})
-    asked = question(dataset)
-    asked = Question(dataset=dataset, champion=None, limits=asked.limits, gate=asked.gate,
-                     schema=schema)  # fmt: skip
+    asked = replace(question(dataset), schema=schema)
     return {(each.rule, each.feature): each.says for each in validate.find_all(asked)}
 
 

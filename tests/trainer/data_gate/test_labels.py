@@ -52,12 +52,18 @@ def test_a_split_of_one_class_is_refused_however_probable_it_is():
     assert "label is 'no' in all 60 examples of test" in found[-1].says
 
 
-@pytest.mark.parametrize(("metric", "warns"), [("weighted_recall", True), ("macro_recall", False)])
-def test_a_metric_that_does_not_see_a_rare_class_is_none(metric, warns):
+@pytest.mark.parametrize(
+    ("bounds", "warns"),
+    [({}, True), ({"weighted_recall": 0.8}, True), ({"macro_recall": 0.8}, False),
+     ({"recall": 0.8}, False)],
+)  # fmt: skip
+def test_a_rare_class_is_a_warning_unless_a_metric_sees_it(bounds, warns):
     rng = np.random.default_rng(0)
     columns = {"x": rng.normal(size=3000), "label": (np.arange(3000) % 100 == 5).astype(int)}
-    asked = question(profile(split_of(columns)), gate=GateConfig(min={metric: 0.8}))
-    assert ("imbalance" in {each.rule for each in find_all(asked)}) is warns
+    asked = question(profile(split_of(columns)), gate=GateConfig(min=bounds))
+    found = [each.says for each in find_all(asked) if each.rule == "imbalance"]
+    assert len(found) == warns
+    assert all("gate.min: {accuracy@label: 0.8}" in says and "'yes'" in says for says in found)
 
 
 def with_association(value, before, size):

@@ -21,14 +21,6 @@ def named(skew, size, width, seed=1):
     return {each.rule for each in find_all(question(profile(skewed), champion))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SKEWS)
-def test_a_skew_is_named(name):
-    skew, rules = SKEWS[name]
-    width = 60 if name == "many small drifts" else 8
-    assert named(skew, 3000, width) & rules
-
-
 # Numbers of rows, of features without the label, and of resamples.
 RESAMPLES = ((200, 5, 60), (200, 100, 40), (3000, 8, 60), (3000, 100, 20), (50_000, 8, 5))
 IMAGES = 30
@@ -76,13 +68,16 @@ def test_clean_resamples_are_left_alone(record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1000, pytest.param(50_000, marks=pytest.mark.long)])
-def test_planted_skews_are_named(size, record_property):
+@pytest.mark.parametrize(
+    ("size", "width", "most"),
+    [(1000, 5, 2), (3000, 8, 0), pytest.param(50_000, 5, 2, marks=pytest.mark.long)],
+)
+def test_planted_skews_are_named(size, width, most, record_property):
     found = {}
     for name, (skew, rules) in SKEWS.items():
-        width = 60 if name == "many small drifts" else 5
-        found[name] = sorted(named(skew, size, width)), sorted(rules)
+        said = named(skew, size, 60 if name == "many small drifts" else width)
+        found[name] = sorted(said), sorted(rules)
     missed = [name for name, (said, rules) in found.items() if not set(said) & set(rules)]
     write_table(record_property, found.items())
     assert len(SKEWS) >= 30
-    assert len(missed) <= 2, missed
+    assert len(missed) <= most, missed

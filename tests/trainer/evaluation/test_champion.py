@@ -162,26 +162,19 @@ def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
     assert load_champion(uri, task, spec, tmp_path).incomparable == words
 
 
-def test_a_champion_of_other_labels_is_not_asked(run, champion, tmp_path):
+def test_a_champion_of_other_labels_or_classes_of_an_input_is_not_asked(run, champion, tmp_path):
+    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
+    task = tasks.make_objective(run.config, spec).task
     text = "\n".join("1023456789")
     copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
-    found = load_champion(copy, *task_and_spec(run), tmp_path)
+    found = load_champion(copy, task, spec, tmp_path)
     assert found.incomparable == "its class 0 is '1', but in this model it is '0'"
-
-
-def test_a_champion_whose_input_has_other_classes_is_not_asked(run, champion, tmp_path):
     fields = {**storage.read_manifest(champion).fields}
     fields["reads"] = [{**each, "labels": ["new", "old"]} for each in fields["reads"]]
-    uri = described(tmp_path, fields)
-    found = load_champion(uri, *task_and_spec(run), tmp_path)
+    found = load_champion(described(tmp_path, fields), task, spec, tmp_path)
     assert found.incomparable.startswith(
         "its input 'image' has other classes than the input of this"
     )
-
-
-def task_and_spec(run):
-    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
-    return tasks.make_objective(run.config, spec).task, spec
 
 
 def described(folder, fields):
@@ -273,8 +266,7 @@ def test_a_class_that_is_not_found_any_more_is_lost_whatever_the_others_gain():
     own = np.where(LABELS == 2, 1, LABELS)
     result = classified(LABELS, own, other, 3)
     assert result["class_counts"]["lost"] == 1
-    assert result["classes"][0]["label"] == "2"
-    assert result["classes"][0]["lost"]
+    assert (result["classes"][0]["label"], result["classes"][0]["lost"]) == ("2", True)
 
 
 def test_a_class_that_the_champion_does_not_find_cannot_be_lost():
@@ -301,22 +293,11 @@ def test_too_few_examples_judge_nothing_unless_the_loss_is_proved():
     assert rows(result)["2"]["lost"]
 
 
-def test_a_margin_of_all_loses_nothing():
-    result = classified(
-        LABELS, np.zeros(600, int), LABELS, 3, rule=ChampionRule(class_margin="100%")
-    )
-    assert result["class_counts"]["lost"] == 0
-
-
-def test_a_margin_may_be_a_number():
-    own = np.where(np.arange(600) % 5 == 0, (LABELS + 1) % 3, LABELS)
-    lost = [
-        classified(LABELS, own, LABELS, 3, rule=ChampionRule(class_margin=each))["class_counts"][
-            "lost"
-        ]
-        for each in (0.1, 0.45)
-    ]
-    assert lost == [3, 0]
+def test_a_margin_is_a_number_or_a_share_and_one_of_all_loses_nothing():
+    fifth = np.where(np.arange(600) % 5 == 0, (LABELS + 1) % 3, LABELS)
+    for own, margin, lost in ((0 * LABELS, "100%", 0), (fifth, 0.1, 3), (fifth, 0.45, 0)):
+        found = classified(LABELS, own, LABELS, 3, rule=ChampionRule(class_margin=margin))
+        assert found["class_counts"]["lost"] == lost
 
 
 def test_equal_weights_are_none_and_one_heavy_example_is_one():

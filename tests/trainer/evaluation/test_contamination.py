@@ -10,10 +10,9 @@ from flotilla.trainer.data.splits import split_by_hash
 from flotilla.trainer.evaluation.contamination import Judges
 from flotilla.trainer.features.dataset_spec import SCHEMA
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.features.statistics import statistics
-from flotilla.trainer.features.statistics.accumulator import Accumulator
 from flotilla.trainer.features.statistics.hashing import hashes
-from flotilla.trainer.features.statistics.statistics import Statistics
+from tests.trainer.objectives import NO_ROLES
+from tests.trainer.small_run import write_statistics
 
 FEATURES = {
     "spent": FeatureSpec(shape=(), dtype="float32", stored="float"),
@@ -38,30 +37,21 @@ def drawn(columns, seed=0):
 
 def dataset(folder, columns, splits, spans=()):
     """Publish the rows as a dataset; `splits` has the split of each row."""
-    known = {split: Accumulator(FEATURES, list(FEATURES), [], vocabulary=10) for split in SPLITS}
-    for number, split in enumerate(SPLITS):
-        rows = splits == number
-        chosen = {name: each[rows] for name, each in columns.items()}
-        known[split].add(make_columns(FEATURES, chosen))
+    chosen = {
+        split: {name: each[splits == number] for name, each in columns.items()}
+        for number, split in enumerate(SPLITS)
+    }
     source = folder.with_name(f"{folder.name}-source")
     source.mkdir(parents=True)
-    results = Statistics(splits={split: each.result() for split, each in known.items()})
-    sketches = {split: each.sketch() for split, each in known.items()}
-    (source / statistics.FILE).write_bytes(statistics.to_bytes(results))
-    (source / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))
-    counts = {split: each.examples for split, each in known.items()}
+    batches = {split: make_columns(FEATURES, each) for split, each in chosen.items()}
+    write_statistics(source, batches, FEATURES, targets=())
+    counts = {split: len(each["spent"]) for split, each in chosen.items()}
     fields = {
-        "dataset_schema": SCHEMA,
-        "block_rows": 512,
+        "dataset_schema": SCHEMA, "block_rows": 512,
         "splits": {split: {"examples": n, "shards": [n]} for split, n in counts.items()},
         "features": {name: each.to_json() for name, each in FEATURES.items()},
-        "inputs": list(FEATURES),
-        "targets": [],
-        **dict.fromkeys(("weight", "group"), ""),
-        "target_counts": {},
-        "target_moments": {},
-        "spans": list(spans),
-    }
+        "inputs": list(FEATURES), "targets": [], **NO_ROLES, "spans": list(spans),
+    }  # fmt: skip
     uri = storage.uri_of(folder)
     storage.publish(source, uri, kind="dataset", fields=fields)
     return uri

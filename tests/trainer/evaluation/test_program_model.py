@@ -178,9 +178,7 @@ REFUSED = {
         "(uint8 [any, 8, 8, 1]); declare it with that shape",
     ),
     "another type": (
-        programs.save(
-            lambda x: {"y": tf.strings.length(x)}, {"x": tf.TensorSpec((None,), "string")}
-        ),
+        programs.save(lambda x: {"y": x}, {"x": tf.TensorSpec((None,), "string")}),
         "the argument 'x' (string [any]) does not accept the feature 'image'",
     ),
     "one example": (
@@ -200,13 +198,9 @@ REFUSED = {
     ),
     "nothing": (touch(), "has no model; let the program write a SavedModel or a .keras file"),
     "two files": (touch("a.keras", "b.keras"), "contains a.keras, b.keras; write one SavedModel"),
-    "no model": (touch("notes.txt"), "contains notes.txt; write one SavedModel or one .keras file"),
     "damaged graph": (touch("saved_model.pb"), "saved_model.pb is not a SavedModel"),
     "damaged file": (touch("a.keras"), "a.keras is not a complete .keras file (File is not a zip"),
-    "class of the program": (
-        foreign_class,
-        "cannot read own.keras of Keras 3.",
-    ),
+    "class of the program": (foreign_class, "cannot read own.keras of Keras 3."),
     "two signatures": (two_signatures, "has no signature 'serving_default' (it has 'one', 'two')"),
     "Keras 2": (older, "cannot read old.keras of Keras 2.15.0"),
 }  # fmt: skip
@@ -219,11 +213,8 @@ def test_what_does_not_fit_is_one_line(run, tmp_path, name):
 
 
 def test_a_checkpoint_without_a_model_says_where_the_program_has_to_write_one(run, tmp_path):
-    uri = programs.publish(
-        tmp_path / "checkpoint",
-        touch("a.keras"),
-        program={"checkpoint": "checkpoint", "model": "", "layout": "keras"},
-    )
+    program = {"checkpoint": "checkpoint", "model": "", "layout": "keras"}
+    uri = programs.publish(tmp_path / "checkpoint", touch("a.keras"), program=program)
     with pytest.raises(UserError, match="has no model; let the program write a SavedModel or"):
         evaluate(run.config, run.dataset, uri, storage.uri_of(tmp_path / "e"), tmp_path)
 
@@ -326,9 +317,7 @@ def test_what_is_safe_is_converted(given, wanted, shape):
     ],
 )
 def test_what_is_not_safe_is_refused_by_both_names(given, wanted):
-    with pytest.raises(
-        UserError, match=r"the argument 'x' .* does not accept the feature 'column'"
-    ):
+    with pytest.raises(UserError, match=r"argument 'x' .* does not accept the feature 'column'"):
         match_arguments(spec_of(column=given), {"x": wanted})
 
 
@@ -338,13 +327,7 @@ def test_arguments_have_the_names_of_features_or_of_a_signature():
     assert match_arguments(spec, takes) == {"clicks": "clicks", "user_age": "user age"}
     # A model need not use every feature.
     assert match_arguments(spec, {"clicks": argument("float32")}) == {"clicks": "clicks"}
-
-
-def test_an_argument_that_is_no_feature_is_refused_with_the_nearest():
-    spec = spec_of(clicks=feature("float32"), age=feature("float32"))
-    with pytest.raises(
-        UserError, match=r"'x' .* is not an input of the dataset; did you mean 'clicks'"
-    ):
+    with pytest.raises(UserError, match=r"'x' .* is not an input of the dataset; did you mean 'cl"):
         match_arguments(spec, {"click": argument("float32")})
 
 
@@ -422,10 +405,8 @@ def test_several_targets_by_their_names():
     task = MultiOutput({"kind": Classification(CLASSES), "price": Regression(PRICE)}, {})
     values = {"kind_probabilities": SHARES, "price": np.float32([6, 14])}
     found = taken(task, values)
-    assert {name: kind for name, (kind, _) in found.items()} == {
-        "kind": "probabilities",
-        "price": "numbers",
-    }
+    kinds = {name: kind for name, (kind, _) in found.items()}
+    assert kinds == {"kind": "probabilities", "price": "numbers"}
     with pytest.raises(UserError, match="no output for 'price'; name each output of the signature"):
         taken(task, {"kind": SHARES, "cost": np.float32([6, 14])})
 

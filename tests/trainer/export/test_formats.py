@@ -98,20 +98,20 @@ def test_answers_of_outputs_of_any_name_are_of_their_own(tmp_path):
             np.testing.assert_allclose(own[name]["prediction"], outputs[name][:, 0], rtol=1e-5)
 
 
+def original_of(model, objective, spec, inputs, labels):
+    """Return a model with one batch of examples of its only input."""
+    batch = (inputs, (*inputs.values(), labels, None))
+    return Original(
+        model=model, task=objective.task, objective=objective, spec=spec,
+        batches=lambda: iter([batch]), calibration=inputs,
+    )  # fmt: skip
+
+
 @pytest.fixture
 def subject(run):
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
     inputs = {"image": tf.constant(run.images)}
-    batch = (inputs, (inputs["image"], run.labels, None))
-    objective = of_classes(10)
-    return Original(
-        model=run.model,
-        task=objective.task,
-        objective=objective,
-        spec=spec,
-        batches=lambda: iter([batch]),
-        calibration=inputs,
-    )
+    return original_of(run.model, of_classes(10), spec, inputs, run.labels)
 
 
 def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, monkeypatch):
@@ -123,9 +123,8 @@ def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, mo
     monkeypatch.setitem(FORMATS, "tflite_int8", dataclasses.replace(genuine, read=turned))
     with pytest.raises(UserError) as error:
         prove(subject, {"tflite_int8": "m.tflite"}, tmp_path)
-    assert str(error.value).startswith(
-        "nothing is exported: in the format tflite_int8, the model has "
-    )
+    start = "nothing is exported: in the format tflite_int8, the model has "
+    assert str(error.value).startswith(start)
     assert str(error.value).endswith("leave tflite_int8 out of export.formats")
 
 
@@ -190,20 +189,9 @@ def test_the_loss_replaces_a_main_metric_that_is_not_defined(defined, tmp_path):
     given = keras.Input((4,), name="x")
     model = keras.Model(given, keras.layers.Dense(1)(given))
     objective = Objective(BinaryClassification(target([0, 1])))
-    inputs = {"x": tf.constant(x)}
-    original = Original(
-        model=model,
-        task=objective.task,
-        objective=objective,
-        spec=DatasetSpec(
-            features={"x": FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
-            inputs=("x",),
-            targets=("label",),
-            shards={},
-        ),
-        batches=lambda: iter([(inputs, (x, labels, None))]),
-        calibration=inputs,
-    )
+    features = {"x": FeatureSpec(shape=(4,), dtype="float32", stored="raw")}
+    spec = DatasetSpec(features=features, inputs=("x",), targets=("label",), shards={})
+    original = original_of(model, objective, spec, {"x": tf.constant(x)}, labels)
     rounded = prove(original, {"tflite_int8": "m.tflite"}, tmp_path)["formats"]["tflite_int8"]
     assert rounded["metric"] == ("auc" if defined else "loss")
     assert rounded["value"] == pytest.approx(rounded["original"], rel=0.05)
@@ -238,14 +226,8 @@ def test_it_ends_with_an_export_that_fails(tmp_path):
 @pytest.mark.slow
 def test_it_loads_no_keras():
     program = "import sys, tensorflow; print('keras' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", program],
-        env=_environment(),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["False"]
+    command = [sys.executable, "-I", "-c", program]
+    assert subprocess.check_output(command, env=_environment(), text=True).split() == ["False"]
 
 
 @pytest.mark.slow

@@ -12,8 +12,6 @@ from PIL import Image
 
 from flotilla.trainer import storage
 from flotilla.trainer.features.feature_spec import FeatureSpec
-from flotilla.trainer.prediction.inputs import Request
-from flotilla.trainer.prediction.predict import predict
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer import small_run
 from tests.trainer.prediction import made_model
@@ -53,11 +51,8 @@ def test_a_folder_files_and_a_table_of_images_are_decoded_and_resized(tmp_path):
         {"path": "class1/1.png", "prediction": 20.0},
     ]
     asked(model, list(reversed(paths)), tmp_path / "out.jsonl")
-    found = read(tmp_path / "out.jsonl")
-    assert [(row["path"], row["prediction"]) for row in found] == [
-        (str(paths[1]), 20.0),
-        (str(paths[0]), 10.0),
-    ]
+    found = [(row["path"], row["prediction"]) for row in read(tmp_path / "out.jsonl")]
+    assert found == [(str(paths[1]), 20.0), (str(paths[0]), 10.0)]
     table = tmp_path / "photos" / "table.csv"
     table.write_text("photo\nclass1/1.png\nabsent.png\nclass0/0.png\n")
     summary, _ = asked(model, [table], tmp_path / "out.csv", skip_bad=True)
@@ -93,11 +88,8 @@ def test_sequences_are_padded_and_have_answers_for_their_own_places(tmp_path):
     path = tmp_path / "in.csv"
     path.write_text('words\n"[1, 2, 3]"\n"[]"\n[4]\n')
     asked(model, [path], tmp_path / "out.jsonl")
-    assert [row["prediction"] for row in read(tmp_path / "out.jsonl")] == [
-        ["odd", "even", "odd"],
-        [],
-        ["even"],
-    ]
+    found = [row["prediction"] for row in read(tmp_path / "out.jsonl")]
+    assert found == [["odd", "even", "odd"], [], ["even"]]
 
 
 def test_a_column_of_lists_for_a_number_is_named(tmp_path):
@@ -117,23 +109,12 @@ def digits(tmp_path_factory):
     return dataset, model, images
 
 
-def of_split(model, output, *inputs, split="test", columns=()):
-    request = Request(
-        model=model,
-        inputs=inputs,
-        output=str(output),
-        form="jsonl",
-        split=split,
-        columns=columns,
-    )
-    return predict(request)
-
-
 def test_a_split_of_the_models_own_dataset_or_of_one_that_is_named(digits, tmp_path):
     dataset, model, images = digits
     expected = images[: small_run.TEST_EXAMPLES].mean(axis=(1, 2, 3))
     for inputs in ((), (dataset,)):
-        summary = of_split(model, tmp_path / "out.jsonl", *inputs, columns=("label",))
+        output = tmp_path / "out.jsonl"
+        summary, _ = asked(model, inputs, output, split="test", columns=("label",))
         found = read(tmp_path / "out.jsonl")
         assert summary.rows == small_run.TEST_EXAMPLES
         assert found[-1]["row"] == small_run.TEST_EXAMPLES
@@ -145,16 +126,16 @@ def test_what_is_wrong_with_a_split_is_one_line(digits, tmp_path):
     dataset, model, _ = digits
     output = tmp_path / "out.jsonl"
     with pytest.raises(UserError, match="no split 'tests'; did you mean 'test'"):
-        of_split(model, output, split="tests")
+        asked(model, [], output, split="tests")
     with pytest.raises(ConfigError, match="--columns: 'image' has more than one value"):
-        of_split(model, output, columns=("image",))
+        asked(model, [], output, split="test", columns=("image",))
     with pytest.raises(UserError, match="is of kind 'model', not 'dataset'"):
-        of_split(model, output, model)
+        asked(model, [model], output, split="test")
     with pytest.raises(UserError, match="does not exist; pass the URI"):
-        of_split(model, output, storage.uri_of(tmp_path / "absent"))
+        asked(model, [storage.uri_of(tmp_path / "absent")], output, split="test")
     other = made_model.sums(tmp_path / "m")
     with pytest.raises(UserError, match="has no feature 'age'"):
-        of_split(other, output, dataset)
+        asked(other, [dataset], output, split="test")
     assert not output.exists()
     assert sorted(os.listdir(tmp_path)) == ["m", "m-source"]
 

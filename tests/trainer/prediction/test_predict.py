@@ -62,13 +62,8 @@ def write_parquet(path, rows=ROWS):
 
 def asked(model, paths, output, **more):
     notes = []
-    request = Request(
-        model=model,
-        inputs=tuple(str(path) for path in paths),
-        output=str(output),
-        form=output.suffix[1:],
-        **more,
-    )
+    inputs, form = tuple(str(path) for path in paths), output.suffix[1:]
+    request = Request(model=model, inputs=inputs, output=str(output), form=form, **more)
 
     def note(event):
         if isinstance(event, DataNote):
@@ -122,16 +117,12 @@ def test_the_order_of_columns_is_free_and_a_folder_or_a_pattern_names_files(mode
     folder.mkdir()
     write_csv(folder / "1.csv", [dict(reversed(row.items())) for row in ROWS])
     write_csv(folder / "2.csv")
-    for given in (folder, folder / "*.csv"):
-        asked(model, [given], tmp_path / "out.csv", columns=("*",))
+    # The size of a batch changes nothing.
+    for given, size in ((folder, 0), (folder / "*.csv", 1)):
+        asked(model, [given], tmp_path / "out.csv", columns=("*",), batch_size=size)
         found = read(tmp_path / "out.csv")
         assert [float(row["prediction"]) for row in found] == SUMS * 2
         assert found[0].keys() == {"file", "row", "id", "age", "count", "city", "prediction"}
-
-
-def test_the_size_of_a_batch_changes_nothing(model, tmp_path):
-    asked(model, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv", batch_size=1)
-    assert [float(row["prediction"]) for row in read(tmp_path / "out.csv")] == SUMS
 
 
 def test_a_missing_number_is_what_it_was_in_training(model, tmp_path):
@@ -167,10 +158,8 @@ def test_bad_rows_are_left_out_on_request_and_counted(model, tmp_path):
     path = bad_csv(tmp_path / "in.csv")
     summary, notes = asked(model, [path], tmp_path / "out.csv", skip_bad=True)
     found = read(tmp_path / "out.csv")
-    assert [(int(row["row"]), float(row["prediction"])) for row in found] == [
-        (1, 1003.0),
-        (5, 1011.0),
-    ]
+    values = [(int(row["row"]), float(row["prediction"])) for row in found]
+    assert values == [(1, 1003.0), (5, 1011.0)]
     assert (summary.rows, summary.skipped) == (2, 3)
     assert "3 rows were skipped" in notes[-1]
     assert "in.csv, row 3: 'age' is not of type float ('old')" in notes[-1]
@@ -229,9 +218,7 @@ def test_columns_to_copy_have_to_be_there_and_not_to_be_those_of_the_answers(mod
     path = write_csv(tmp_path / "in.csv", [{**row, "prediction": 1} for row in ROWS])
     with pytest.raises(ConfigError, match=r"--columns: .*in.csv has no column 'idd'; did you mean"):
         asked(model, [path], tmp_path / "out.csv", columns=("idd",))
-    with pytest.raises(
-        ConfigError, match=r"--columns: the predictions also have a column 'prediction'"
-    ):
+    with pytest.raises(ConfigError, match="--columns: the predictions also have a column 'predi"):
         asked(model, [path], tmp_path / "out.csv", columns=("prediction",))
 
 

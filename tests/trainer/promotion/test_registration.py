@@ -1,8 +1,6 @@
 """Tests the checks of an exported model before its promotion."""
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -13,23 +11,20 @@ from flotilla.trainer.config.load import parse_config
 from flotilla.trainer.promotion import registration, registry
 from flotilla.trainer.promotion.gate import Decision, Rule
 from flotilla.trainer.runtime.errors import UserError
+from tests.trainer.promotion.test_registry import race
 
 INPUTS = [{"feature": "image", "name": "image", "shape": [8, 8, 1], "dtype": "uint8"}]
 PARITY = {
     "formats": {
         "keras": {"max_difference": 1e-7, "tolerance": 1e-5},
         "tflite_int8": {
-            "max_difference": 0.4,
-            "tolerance": 0.01,
-            "metric": "accuracy",
-            "value": 0.96,
-            "original": 0.965,
-            "lost": 0.005,
-            "examples": 1000,
+            "max_difference": 0.4, "tolerance": 0.01, "metric": "accuracy", "value": 0.96,
+            "original": 0.965, "lost": 0.005, "examples": 1000,
         },
     },
     "smoke": {"max_difference": 0.0, "milliseconds": 2.5},
-}
+}  # fmt: skip
+LOSSY = {"tflite_int8": {**PARITY["formats"]["tflite_int8"], "lost": 0.065}}
 
 
 class Run:
@@ -227,14 +222,7 @@ def test_a_race_that_is_lost_at_the_last_moment_is_judged_by_the_winner(run, mon
 
 def test_of_several_that_register_at_once_all_but_the_first_are_compared(run):
     models = [run.exported(number) for number in (1, 2, 3)]
-    start = threading.Barrier(len(models))
-
-    def go(model):
-        start.wait()
-        return run.register(model)
-
-    with ThreadPoolExecutor(len(models)) as pool:
-        made = sorted(pool.map(go, models), key=lambda each: each.promotion)
+    made = sorted(race(run.register, models), key=lambda each: each.promotion)
     assert [each.promotion for each in made] == [1, 2, 3]
     for before, each in pairwise(made):
         judged = json.loads(storage.read_file(each.uri, "registration.json"))
@@ -251,6 +239,10 @@ def test_of_several_that_register_at_once_all_but_the_first_are_compared(run):
             {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
             "exported keras model and the checkpoint is 1; it must be at most 0.5",
         ),
+        (
+            {"parity": {**PARITY, "formats": LOSSY}},
+            "exported tflite_int8 model and the checkpoint is 0.065",
+        ),
     ],
 )
 def test_a_model_that_is_not_whole_is_refused(run, changed, words):
@@ -258,45 +250,29 @@ def test_a_model_that_is_not_whole_is_refused(run, changed, words):
     assert registry.names(run.root) == []
 
 
-def test_eight_bits_that_lose_accuracy_are_refused(run):
-    worse = {**PARITY["formats"]["tflite_int8"], "lost": 0.065}
-    parity = {**PARITY, "formats": {"tflite_int8": worse}}
-    reason = refused(run.register(run.exported(1, parity=parity)))
-    assert "exported tflite_int8 model and the checkpoint is 0.065" in reason
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"inputs": []}, "inputs"),
-        ({"num_labels": 9, "labels": list("012345678")}, "num_labels"),
-        ({"labels": list("1023456789")}, "labels ('0' is '1' now, '1' is '0' now)"),
-        ({"task": "ranking"}, "task"),
-    ],
-)
-def test_another_signature_is_refused(run, changed, words):
-    run.register(run.exported(1))
-    reason = refused(after(run, 2, **changed))
-    assert f"{words} changed since {run.champion().uri}; give this model" in reason
-
-
 BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "yes"]}
+OTHER = "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or"
+SINCE = "changed since {uri}; give this model"
 
 
 @pytest.mark.parametrize(
     ("before", "now", "words"),
     [
+        ({}, {"inputs": []}, f"inputs {SINCE}"),
+        ({}, {"num_labels": 9, "labels": list("012345678")}, f"num_labels {SINCE}"),
+        (
+            {},
+            {"labels": list("1023456789")},
+            f"labels ('0' is '1' now, '1' is '0' now) {SINCE}",
+        ),
+        ({}, {"task": "ranking"}, f"task {SINCE}"),
         (
             {**BINARY, "positive": "yes"},
             {**BINARY, "labels": ["yes", "no"], "positive": "no"},
-            "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or",
+            OTHER,
         ),
         # Earlier versions always used the second class as the positive one.
-        (
-            BINARY,
-            {**BINARY, "labels": ["yes", "no"], "positive": "no"},
-            "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or",
-        ),
+        (BINARY, {**BINARY, "labels": ["yes", "no"], "positive": "no"}, OTHER),
         (
             {"num_labels": 2, "labels": ["no", "yes"]},
             {**BINARY, "positive": "yes"},
@@ -315,7 +291,7 @@ BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "ye
         ),
     ],
 )
-def test_another_meaning_of_the_probability_is_refused(run, before, now, words):
+def test_another_signature_or_meaning_of_the_probability_is_refused(run, before, now, words):
     run.register(run.exported(1, **before))
     reason = refused(after(run, 2, **now))
     assert words.format(uri=run.champion().uri) in reason

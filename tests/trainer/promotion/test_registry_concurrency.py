@@ -1,7 +1,7 @@
 """Tests the registry with writers that promote and register at the same time."""
 
 import threading
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,9 +12,12 @@ from tests.stores.fixtures import bucket_name
 from tests.trainer.promotion.test_registry import (
     LINEAGE,
     NAME,
+    check,
     exported,
     promote,
+    promote_all,
     register,
+    together,
 )
 
 BUCKETS = ["gs", "s3", "gs unconditional", "s3 unconditional"]
@@ -49,39 +52,6 @@ def store_root(request, tmp_path):
     yield from (uri for uri, _ in store(request))
 
 
-def together(*acts):
-    """Run several actions concurrently; return the result or error of each."""
-    begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
-
-    def run(place, act):
-        begin.wait()
-        try:
-            ends[place] = act()
-        except registry.PromotionLostError as lost:
-            ends[place] = lost
-
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(acts)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends
-
-
-def check(store_root, ends):
-    """Assert that one action made the registered promotion and all other errors name it."""
-    [won] = [end for end in ends if isinstance(end, registry.Promotion)]
-    made = registry.promotions(store_root, NAME)
-    # In a store without conditional writes, each caller publishes the decision with its own time.
-    assert replace(made[-1], created=won.created) == won
-    assert [each.number for each in made] == list(range(1, won.number + 1))
-    found = registry.champion(store_root, NAME)
-    assert found.number == won.version
-    for lost in ends:
-        if lost is not won:
-            assert f"{won.by} promoted version {won.version} in the meantime" in str(lost)
-
-
 @pytest.mark.slow
 def test_two_promotions_at_once_leave_one_champion_and_both_know_it(store_root, tmp_path):
     for text in "abc":
@@ -96,10 +66,8 @@ def test_two_promotions_at_once_leave_one_champion_and_both_know_it(store_root, 
 
 @pytest.mark.slow
 def test_a_promotion_and_a_rollback_at_once(store_root, tmp_path):
-    for number, text in enumerate("abc", start=1):
-        register(store_root, tmp_path, text)
-        if number < 3:
-            promote(store_root, number, after=number - 1)
+    promote_all(store_root, tmp_path, "ab")
+    register(store_root, tmp_path, "c")
     ends = together(
         lambda: promote(store_root, 3, after=2, by="run x"),
         lambda: registry.rollback(store_root, NAME, by="me"),
@@ -116,18 +84,8 @@ def test_two_registrations_at_once_have_versions_of_their_own(store_root, tmp_pa
     for text in "abcd":
         (tmp_path / text).mkdir()
         models[text] = exported(tmp_path / text, text)
-    made = together(
-        *(
-            lambda text=text: registry.register(
-                store_root,
-                NAME,
-                models[text],
-                lineage=LINEAGE,
-                scratch=tmp_path / text,
-            )
-            for text in "abcd"
-        )
-    )
+    act = partial(registry.register, store_root, NAME, lineage=LINEAGE)
+    made = together(*(partial(act, models[text], scratch=tmp_path / text) for text in "abcd"))
     assert sorted(each.number for each in made) == [1, 2, 3, 4]
     for text, each in zip("abcd", made, strict=True):
         served = each.manifest.fields["saved_model"]
@@ -138,11 +96,8 @@ def test_two_registrations_at_once_have_versions_of_their_own(store_root, tmp_pa
 @pytest.mark.slow
 def test_the_same_model_registered_twice_at_once_is_one_version(store_root, tmp_path):
     model = exported(tmp_path)
-    acts = [
-        lambda: registry.register(store_root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
-        for _ in range(3)
-    ]
-    assert {each.number for each in together(*acts)} == {1}
+    act = partial(registry.register, store_root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+    assert {each.number for each in together(act, act, act)} == {1}
     assert len(registry.versions(store_root, NAME)) == 1
 
 
@@ -159,11 +114,8 @@ def test_whenever_another_comes_between_one_wins(bucket, tmp_path):
 
 def raced(store_root, plan, at):
     """Promote while another client promotes before request `at`; return whether it did."""
-    after, own, requests = (
-        registry.newest(store_root, NAME),
-        threading.Lock(),
-        iter(range(10_000)),
-    )
+    after = registry.newest(store_root, NAME)
+    own, requests = threading.Lock(), iter(range(10_000))
     ends: list[Any] = []
 
     def between(_request):

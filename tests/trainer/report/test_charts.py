@@ -32,11 +32,20 @@ def test_a_falling_line_falls():
     assert line.marks == line.points
 
 
-def test_the_grid_is_round_and_holds_all_points():
-    chart = drawn([{"step": 50, "loss": 2.31}, {"step": 1500, "loss": 0.04}])
-    assert [tick.label for tick in chart.columns] == ["0", "500", "1000", "1500"]
-    assert [tick.label for tick in chart.rows] == ["0", "0.5", "1", "1.5", "2"]
-    assert (chart.columns[0].at, chart.columns[-1].at) == (0, 100)
+@pytest.mark.parametrize(
+    ("first", "last", "columns", "rows"),
+    [
+        ((50, 2.31), (1500, 0.04), "0 500 1000 1500", "0 0.5 1 1.5 2"),
+        ((0, 0.1), (1, 0.7), "0 0.2 0.4 0.6 0.8 1", "0.2 0.4 0.6"),
+        ((20, 1.0), (12_000, 2.0), "0 2500 5000 7500 10000", "1 1.25 1.5 1.75 2"),
+    ],
+)
+def test_the_grid_is_round_and_holds_all_points(first, last, columns, rows):
+    chart = drawn([{"step": step, "loss": loss} for step, loss in (first, last)])
+    assert [tick.label for tick in chart.columns] == columns.split()
+    assert [tick.label for tick in chart.rows] == rows.split()
+    assert chart.columns[0].at == 0
+    assert chart.columns[-1].at <= chart.lines[0].points[-1][0] == 100
 
 
 def test_the_lines_fill_the_height():
@@ -60,16 +69,8 @@ def test_the_ticks_of_a_log_axis_are_within_it(values, labels):
     assert [tick.label for tick in axis.ticks] == labels
     assert (axis.place(values[0]), axis.place(values[1])) == (0, 100)
     assert axis.place((values[0] * values[1]) ** 0.5) == pytest.approx(50)
-
-
-@pytest.mark.parametrize("values", [[0.0, 1.0], [-1.0, 1.0]])
-def test_there_is_no_log_axis_without_positive_values(values):
-    assert not fit_axis(values, is_log=True).is_log
-
-
-def test_labels_have_no_dust_of_floats():
-    chart = drawn([{"step": 0, "loss": 0.1}, {"step": 1, "loss": 0.7}])
-    assert [tick.label for tick in chart.rows] == ["0.2", "0.4", "0.6"]
+    for low in (0.0, -1.0):
+        assert not fit_axis([low, values[1]], is_log=True).is_log, "it needs positive values"
 
 
 def test_rows_without_a_number_add_no_point():
@@ -166,10 +167,3 @@ def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values, is_log):
     assert 2 <= len(chart.rows) <= 8
     for _, y in chart.lines[0].points:
         assert 0 <= y <= 100
-
-
-def test_the_horizontal_axis_ends_where_the_points_end():
-    chart = drawn([{"step": 20, "loss": 1.0}, {"step": 12_000, "loss": 2.0}])
-    assert chart.lines[0].points[-1][0] == 100
-    assert chart.columns[0].label == "0"
-    assert chart.columns[-1].at <= 100

@@ -146,9 +146,12 @@ def test_what_the_preparation_notes_is_among_the_warnings():
     assert "the data: no bound" not in text
 
 
-def test_nothing_is_known():
-    page = Page(report.render({}))
-    assert page.text == "run: unknown\nUnknown\nrun: unknown"
+def test_of_little_that_is_known_little_is_said():
+    assert Page(report.render({})).text == "run: unknown\nUnknown\nrun: unknown"
+    assert "run: unchanged" in report.render({"verdict": "unchanged", "steps": [{}]})
+    page = Page(report.render({"history": [{"global_step": 1, "loss": math.nan}, {}]}))
+    assert "svg" not in page.tags
+    assert page.heads() == []
 
 
 @pytest.mark.parametrize("name", FACTS)
@@ -191,9 +194,7 @@ def test_it_needs_no_other_file():
     html = report.render(FACTS)
     page = Page(html)
     assert not [name for name, _ in page.attributes if name in ("src", "srcset", "action")]
-    assert page.links() == ["file:///r/datasets/k", "file:///r/c/step-1"], (
-        "to be followed by a person"
-    )
+    assert page.links() == ["file:///r/datasets/k", "file:///r/c/step-1"]
     assert not {"link", "script", "img", "iframe", "object", "base"} & set(page.tags)
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style
@@ -216,24 +217,14 @@ def test_the_history_is_drawn():
     assert page.tags.count("svg") == 3
     assert page.tags.count("polyline") == 4
     labels = [value for name, value in page.attributes if name == "aria-label"]
-    assert labels == [
-        "On this page",
-        "Loss over global steps",
-        "Accuracy over global steps",
-        "Global steps per second over global steps",
-    ]
+    titles = ("Loss", "Accuracy", "Global steps per second")
+    assert labels == ["On this page", *(f"{title} over global steps" for title in titles)]
     assert page.tags.count("input") == 3, "one of them is shown, without a script"
     assert page.attributes.count(("checked", "")) == 1
     assert "global_step 1000, loss 0.5" in page.text
     for name, value in page.attributes:
         if name == "points":
             assert re.fullmatch(r"[\d.]+,[\d.]+( [\d.]+,[\d.]+)*", value)
-
-
-def test_a_history_without_metrics_draws_nothing():
-    page = Page(report.render({"history": [{"global_step": 1, "loss": math.nan}, {}]}))
-    assert "svg" not in page.tags
-    assert page.heads() == []
 
 
 def test_an_incident_at_no_time():
@@ -253,17 +244,12 @@ def test_what_is_known_of_a_failure_without_a_record_is_next_to_the_verdict():
     assert words[2:4] == ["run: failed", "KFP says: <quota>"]
 
 
-def test_it_is_replaced(tmp_path):
-    path = tmp_path / "report.html"
-    report.write({}, path)
-    report.write(FACTS, path)
-    assert path.read_text(encoding="utf-8") == report.render(FACTS)
-    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
-
-
-def test_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path):
-    report.write({"run_id": "bad \udcff", "config": {"a": "\udcff"}}, tmp_path / "r.html")
+def test_a_page_is_replaced_and_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path):
+    for facts in (FACTS, {"run_id": "bad \udcff", "config": {"a": "\udcff"}}):
+        report.write(facts, tmp_path / "r.html")
     assert "bad \\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
+    assert [each.name for each in tmp_path.iterdir()] == ["r.html"]
+    assert b"\\udcff" in to_markdown({"run_id": "\udcff"}, "")
 
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path):
@@ -340,10 +326,6 @@ def test_the_page_of_a_run_with_thousands_of_events_is_small():
     assert Page(page).attributes.count(("class", "flag")) < 70
 
 
-def test_a_step_of_an_unchanged_run_may_lack_its_metrics():
-    assert "run: unchanged" in report.render({"verdict": "unchanged", "steps": [{}]})
-
-
 WINDOWS = [(360, 740), (1280, 900)]
 LONG = "x" * 300
 SPACED = "a long name of a class with many words in it"
@@ -411,7 +393,7 @@ def of_nothing(_folder):
 
 @pytest.fixture(scope="module", params=[of_digits, of_odd_names, of_many_classes, of_nothing])
 def page(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report")
+    folder = tmp_path_factory.mktemp(request.param.__name__)
     path = folder / "report.html"
     report.write(request.param(folder), path)
     return path
@@ -426,20 +408,14 @@ def test_it_fits_and_asks_for_nothing(chromium, page, width, height, scheme):
     assert seen.requests == []
     assert seen.outside == []
     assert (seen.width, seen.inner) == (width, width)
+    if page.parent.name.startswith("of_digits"):
+        assert seen.scrolling == [], "nothing of a usual run has to be scrolled sideways"
     # In a PNG file, the width is stored at bytes 16 to 19.
     assert struct.unpack(">I", seen.picture[16:20]) == (width,)
     lightness = [sum(map(int, tone[4:-1].split(","))) / 3 for tone in seen.tones]
     ground, ink = lightness if scheme == "light" else reversed(lightness)
     assert ground > 220
     assert ink < 50
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("width", "height"), WINDOWS)
-def test_nothing_of_a_usual_run_has_to_be_scrolled_sideways(chromium, tmp_path, width, height):
-    report.write(of_digits(tmp_path), tmp_path / "report.html")
-    seen = chromium.look(tmp_path / "report.html", width=width, height=height, scheme="light")
-    assert seen.scrolling == []
 
 
 @pytest.mark.slow
@@ -599,10 +575,6 @@ def test_text_of_others_is_displayed_unchanged(word):
     assert {len(row) for row in rows_of(plain)} == {2, 3}
     assert len(re.findall(r"^#", plain, re.MULTILINE)) == 1
     assert re.fullmatch(r"`[^`\n]*`\n", code)
-
-
-def test_what_no_file_can_hold_is_written_all_the_same():
-    assert b"\\udcff" in to_markdown({"run_id": "\udcff"}, "")
 
 
 def test_it_stays_short():

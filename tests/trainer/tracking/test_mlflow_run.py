@@ -38,13 +38,9 @@ class MlflowServer:
         quiet = {name: value for name, value in os.environ.items() if name[:7] != "MLFLOW_"}
         quiet["MLFLOW_DISABLE_TELEMETRY"] = "true"
         self._process = subprocess.Popen(
-            [*command, str(files)],
-            env=quiet,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+            [*command, str(files)], env=quiet, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            text=True, start_new_session=True,
+        )  # fmt: skip
         lines = []
         for line in self._process.stdout:
             lines.append(line)
@@ -160,16 +156,9 @@ def test_a_second_run_a_refused_one_and_a_failed_one(server, tmp_path):
         [("blessed", ""), ("refused", "accuracy 0.1"), ("failed", "train_model: no disk")]
     ):
         run = tracked(tmp_path, "several", f"several-{number}")
-        evaluation = {"accuracy": 0.1 * number, "labels": ["a"]}
-        run.hear(
-            StepEnd(
-                step="evaluate_model",
-                status="done",
-                metrics=evaluation,
-                uri="s3://e",
-                output="evaluation",
-            )
-        )
+        metrics = {"accuracy": 0.1 * number, "labels": ["a"]}
+        end = {"status": "done", "uri": "s3://e", "output": "evaluation"}
+        run.hear(StepEnd(step="evaluate_model", metrics=metrics, **end))
         run.end(status, message)
     _, found = runs_of(server, "several")
     assert [each.info.status for each in found] == ["FINISHED", "FINISHED", "FAILED"]

@@ -259,16 +259,12 @@ def test_a_promotion_is_a_model_a_version_and_an_artifact_once(server):
     properties = version["customProperties"]
     assert properties["test_accuracy"]["double_value"] == pytest.approx(0.9722)
     assert set(properties) == {"test_accuracy", "dataset"}
-    address, store = server
-    first = Hub(address).announce(MODEL)
-    assert Hub(address).announce(MODEL) == first
+    assert Hub(address).announce(MODEL) == identity
     second = Hub(address).announce(replace(MODEL, version=4, uri="s3://models/000004"))
-    assert second != first
+    assert second != identity
     assert [len(store.kinds[kind]) for kind in ("registered_models", "model_versions")] == [1, 2]
-    assert [each["name"] for each in store.kinds["artifacts"].values()] == [
-        "my_model-3",
-        "my_model-4",
-    ]
+    names = [each["name"] for each in store.kinds["artifacts"].values()]
+    assert names == ["my_model-3", "my_model-4"]
 
 
 def test_a_name_that_another_one_is_like_is_its_own_model(server, monkeypatch):
@@ -302,9 +298,7 @@ def test_a_version_of_another_registry_is_left_as_it_is(server):
     address, store = server
     Hub(address).announce(MODEL)
     other = replace(MODEL, uri="gs://elsewhere/000003")
-    with pytest.raises(
-        UserError, match="already has version 3 of my_model, with the URI s3://models"
-    ):
+    with pytest.raises(UserError, match="already has version 3 of my_model, with the URI s3://mo"):
         Hub(address).announce(other)
     (artifact,) = store.kinds["artifacts"].values()
     assert artifact["uri"] == MODEL.uri

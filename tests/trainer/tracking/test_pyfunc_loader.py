@@ -2,10 +2,10 @@
 
 import ast
 import io
-import json
 import math
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -19,22 +19,13 @@ from flotilla.trainer.data.files.columns import make_inputs
 from flotilla.trainer.prediction.inputs import convert, make_input
 from flotilla.trainer.prediction.output import make_columns
 from flotilla.trainer.tracking import mlflow_model, pyfunc_loader
-from tests.trainer.tracking.test_mlflow_model import entry, manifest
+from tests.trainer.tracking.test_mlflow_model import entry, manifest, write
 
 
 def test_the_program_imports_nothing_of_this_project():
     tree = ast.parse(Path(pyfunc_loader.__file__).read_text())
-    names = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [each.name for each in node.names]
-            if isinstance(node, ast.Import)
-            else [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else []
-        )
-    }
+    nodes = [each for each in ast.walk(tree) if isinstance(each, ast.Import | ast.ImportFrom)]
+    names = {getattr(node, "module", node.names[0].name) for node in nodes}
     assert names == {
         "__future__", "collections.abc", "datetime", "io", "json", "pathlib", "typing",
         "numpy", "pandas", "tensorflow", "PIL",
@@ -61,11 +52,7 @@ def load(tmp_path, monkeypatch):
         asked = Asked(**answers)
         loaded = type("Loaded", (), {"signatures": {"serving_default": asked}})
         monkeypatch.setattr(tf.saved_model, "load", lambda _path: loaded)
-        names = [each["name"] for each in fields["inputs"]]
-        text = json.dumps({"instances": [dict.fromkeys(names, 0)]})
-        (tmp_path / "request.json").write_text(text)
-        (tmp_path / "labels.txt").write_text("".join(f"{label}\n" for label in labels))
-        mlflow_model.write(tmp_path, fields, kinds)
+        write(tmp_path, fields, kinds, labels)
         return pyfunc_loader._load_pyfunc(str(tmp_path)), asked
 
     return make
@@ -181,13 +168,6 @@ def test_an_encoded_image_has_the_pixels_that_a_file_has(load, turned):
     np.testing.assert_array_equal(asked.given[0]["image"], expected)
 
 
-class Model:
-    """The attributes of a model that `make_columns` reads."""
-
-    def __init__(self, kinds, labels, thresholds):
-        self.kinds, self.labels, self.thresholds = kinds, labels, thresholds
-
-
 @pytest.mark.parametrize(
     ("kind", "answers"),
     [
@@ -212,13 +192,14 @@ def test_the_answers_are_the_columns_of_predict(load, kind, answers, name):
     kinds = {name: kind} | ({"other": "regression"} if name else {})
     whole |= {"other_prediction": np.float32([1, 2])} if name else {}
     shapes = [(key, list(each.shape[1:])) for key, each in whole.items()]
+    labels = {name: ["no", "yes"]}
     fields = manifest(
         entry("a", "float", "float32"), outputs=shapes, threshold={name: 0.3} if name else 0.3,
-        labels={name: ["no", "yes"]},
+        labels=labels,
     )  # fmt: skip
     predictor, _ = load(fields, kinds, **whole)
     found = predictor.predict(pd.DataFrame({"a": [1.0, 2.0]}))
-    model = Model(kinds, {name: ["no", "yes"]}, {name: 0.3})
+    model = SimpleNamespace(kinds=kinds, labels=labels, thresholds={name: 0.3})
     expected = {}
     for column, array in make_columns(model, whole, None).items():
         expected |= dict(flatten(column, array))

@@ -2,16 +2,12 @@
 
 import json
 import os
-import subprocess
 
 import pytest
 
 from flotilla.trainer import storage
 from flotilla.trainer.tracking.mlflow_run import describe_dataset, describe_origin
-
-
-def git(folder, *words):
-    subprocess.run(["git", "-C", str(folder), *words], check=True, capture_output=True)
+from tests.trainer.promotion.test_lineage import git
 
 
 @pytest.fixture
@@ -28,7 +24,7 @@ def test_a_run_has_the_commit_of_the_current_folder(folder):
     git(folder, "init", "-b", "work")
     (folder / "a").write_text("1")
     git(folder, "add", "a")
-    git(folder, "-c", "user.name=n", "-c", "user.email=e", "commit", "-m", "x")
+    git(folder, "commit", "-m", "x")
     tags = describe_origin()
     assert len(tags["mlflow.source.git.commit"]) == 40
     assert tags["mlflow.source.git.branch"] == "work"

@@ -42,14 +42,10 @@ def test_progress_and_validation_become_curves():
         Validation(global_step=20, metrics={"loss": 0.4, "accuracy": 0.9}),
     )
     assert found == [
-        ("loss", 0.5, 20),
-        ("learning_rate", 0.01, 20),
-        ("steps_per_second", 10.0, 20),
-        ("staleness", 2.0, 20),
-        ("workers/worker-0", 3.0, 20),
-        ("validation_loss", 0.4, 20),
-        ("validation_accuracy", 0.9, 20),
-    ]
+        ("loss", 0.5, 20), ("learning_rate", 0.01, 20), ("steps_per_second", 10.0, 20),
+        ("staleness", 2.0, 20), ("workers/worker-0", 3.0, 20),
+        ("validation_loss", 0.4, 20), ("validation_accuracy", 0.9, 20),
+    ]  # fmt: skip
 
 
 def test_what_is_a_point_and_when():
@@ -256,13 +252,14 @@ def emit(error=None):
         raise error
 
 
-def test_the_chief_of_a_job_writes_and_ends_its_run(target, job):
-    with tracker.following_training(job, leads=True):
+@pytest.mark.parametrize(("leads", "status"), [(True, "FINISHED"), (False, "")])
+def test_the_chief_of_a_job_ends_its_run_and_the_evaluator_does_not(target, job, leads, status):
+    with tracker.following_training(job, leads=leads):
         emit()
     (name,) = target.names
-    assert (name.run_id, name.experiment, name.ends) == ("run-7", "digits", True)
+    assert (name.run_id, name.experiment, name.ends) == ("run-7", "digits", leads)
     assert name.parameters["training.steps"] == str(job.config.training.steps)
-    assert (target.steps, target.written.status) == ([20], "FINISHED")
+    assert (target.steps, target.written.status) == ([20], status)
 
 
 @pytest.mark.parametrize(
@@ -284,12 +281,6 @@ def test_a_run_that_kfp_has_made_is_ended_by_kfp(target, job, monkeypatch):
     assert [each.ends for each in target.names] == [False, False]
     assert target.written.status == ""
     assert target.written.tags["flotilla.check_gate.uri"] == "s3://d"
-
-
-def test_the_evaluator_never_ends_a_run(target, job):
-    with tracker.following_training(job, leads=False):
-        emit()
-    assert (target.names[0].ends, target.written.status) == (False, "")
 
 
 def test_nothing_is_tracked_without_an_address_or_by_a_second_process(
