@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from scipy import stats
 
+from flotilla.trainer.data_gate.drift import absence_test
 from flotilla.trainer.data_gate.findings import Finding, Question, percent, share, some
 from flotilla.trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from flotilla.trainer.features.class_names import ClassIndex
@@ -73,9 +74,7 @@ def _find_gone(
     for name, count in before.items():
         if found.get(name, 0) or not count or not examples:
             continue
-        # Probability that the other sample has all examples of the class by chance.
-        chance = stats.hypergeom.sf(count - 1, known + examples, count, known)
-        if chance < alpha:
+        if absence_test(count, known, examples) < alpha:
             says = (
                 f"{target} is {name!r} in {count} of {known} examples of {where}, but in none of "
                 f"{examples} in {split}; check whether a source or a folder is missing"
