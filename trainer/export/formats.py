@@ -19,7 +19,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -125,9 +125,15 @@ class Subject:
     task: Task
     spec: DatasetSpec
 
+    def call(self, inputs: Inputs) -> Any:
+        """Return the outputs of the model for inputs keyed by feature."""
+        given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
+        return self.task.outputs(cast_outputs(self.model(given, training=False)))
+
     def answers(self, inputs: Inputs) -> Answers:
         """Return the predictions that all formats must return for inputs keyed by feature."""
-        return compute_answers(self.model, self.task, inputs)
+        found = self.task.answers(self.call(inputs))
+        return {name: each.numpy() for name, each in found.items()}
 
     def arguments(self, inputs: Inputs) -> dict[str, Any]:
         """Convert inputs keyed by feature to the arguments of the serving signature."""
@@ -165,24 +171,11 @@ def format_path(form: str, name: str, version: int) -> str:
     return FORMATS[form].path or f"serving/{name}/{version}"
 
 
-def call_model(model: keras.Model, task: Task, inputs: Inputs) -> Any:
-    """Call a model with inputs that are keyed by feature, and return its outputs."""
-    given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
-    return task.outputs(cast_outputs(model(given, training=False)))
-
-
-def compute_answers(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
-    """Return the predictions of a model, as arrays, for inputs that are keyed by feature."""
-    return {
-        name: each.numpy() for name, each in task.answers(call_model(model, task, inputs)).items()
-    }
-
-
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
-    model, task, spec = subject.model, subject.task, subject.spec
+    task, spec = subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        return task.answers(call_model(model, task, dict(zip(spec.inputs, values, strict=True))))
+        return task.answers(subject.call(dict(zip(spec.inputs, values, strict=True))))
 
     takes = [
         tf.TensorSpec((None, *spec.features[name].shape), spec.features[name].dtype, name=argument)
@@ -240,8 +233,7 @@ def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> N
 
 
 def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
-    loaded = keras_file.read(path)
-    return (lambda inputs: compute_answers(loaded, subject.task, inputs),)
+    return (replace(subject, model=keras_file.read(path)).answers,)
 
 
 def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> None:
@@ -309,10 +301,8 @@ class Original(Subject):
     calibration: Inputs | None
 
     def first(self) -> Batch:
-        """Return the first batch of test examples. Raises `UserError` if there is none."""
-        for batch in self.batches():
-            return batch
-        raise UserError("cannot verify the exported model, because there are no test examples")
+        """Return the first batch of test examples. An evaluated dataset has at least one."""
+        return next(self.batches())
 
     def columns(self) -> list[dict[str, Any]]:
         """Return the columns of the predictions: `name`, `shape` for one example, and `dtype`."""
@@ -370,8 +360,7 @@ def _measure_rounded(name: str, form: Format, subject: Original, ask: Predictor)
         count += len(next(iter(inputs.values())))
         outputs = subject.task.outputs_of(_call_form(name, ask, inputs))
         own.append(objective.sums(Part(labels, outputs, weights, {})))
-        exact = call_model(subject.model, subject.task, inputs)
-        original.append(objective.sums(Part(labels, exact, weights, {})))
+        original.append(objective.sums(Part(labels, subject.call(inputs), weights, {})))
     rounded, whole = (objective.means(np.sum(each, axis=0)) for each in (own, original))
     if metric not in rounded or metric not in whole:
         metric = LOSS

@@ -20,7 +20,7 @@ from flotilla.trainer.data.blocks import encode_blocks
 from flotilla.trainer.data.columns import make_columns, make_table
 from flotilla.trainer.evaluation.signature import SERIALIZED, SERVING
 from flotilla.trainer.export.export import make_template
-from flotilla.trainer.export.formats import FORMATS, SMOKE_EXAMPLES, call_model
+from flotilla.trainer.export.formats import FORMATS, SMOKE_EXAMPLES, Subject
 from flotilla.trainer.models import registry
 from flotilla.trainer.models.spec import InputSpec
 from flotilla.trainer.report.wording import interval_text, round_value
@@ -220,7 +220,8 @@ def test_the_request_holds_real_examples(run, exported):
     assert len(request["instances"]) == SMOKE_EXAMPLES
     images = np.array([each["image"] for each in request["instances"]], np.uint8)
     assert images.shape == (3, 8, 8, 1)
-    assert call_model(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
+    subject = Subject(model=run.model, task=of_classes(10).task, spec=None)
+    assert subject.call({"image": images}).shape == (3, 10)
 
 
 def test_the_card_says_what_was_measured(run, exported):
