@@ -370,17 +370,8 @@ def following_training(job: Job, *, leads: bool) -> Iterator[None]:
     ends = leads and not addresses.is_given_run()
     parameters = list_parameters(job.config)
     name = RunName(run_id=job.run_id, experiment=job.config.name, parameters=parameters, ends=ends)
-    tracker = Tracker(MlflowRun(name))
-    failure: BaseException | None = None
-    try:
-        with events.listen(tracker.hear):
-            yield
-    except BaseException as error:
-        failure = error
-        raise
-    finally:
-        goes_on = isinstance(failure, ClusterLostError) or not ends
-        tracker.close(None if goes_on else describe_end(mlflow_status(failure)))
+    with _following(name):
+        yield
 
 
 @contextmanager
@@ -389,9 +380,19 @@ def following_step() -> Iterator[None]:
     if not (addresses.writes_itself() and addresses.is_given_run()):
         yield
         return
-    tracker = Tracker(MlflowRun(RunName(parameters={})))
+    with _following(RunName(parameters={})):
+        yield
+
+
+@contextmanager
+def _following(name: RunName) -> Iterator[None]:
+    tracker, failure = Tracker(MlflowRun(name)), None
     try:
         with events.listen(tracker.hear):
             yield
+    except BaseException as error:
+        failure = error
+        raise
     finally:
-        tracker.close()
+        goes_on = isinstance(failure, ClusterLostError) or not name.ends
+        tracker.close(None if goes_on else describe_end(mlflow_status(failure)))
