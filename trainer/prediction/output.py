@@ -165,7 +165,8 @@ class JsonWriter(Writer):
 
     def write(self, table: pa.Table) -> None:
         """Append rows."""
-        short = pa.table([_shortest(_whole(each)) for each in table.columns], table.column_names)
+        columns = [_shortest(each.combine_chunks()) for each in table.columns]
+        short = pa.table(columns, table.column_names)
         lines = [f"{_json(row)}\n" for row in short.to_pylist()]
         self.file.write("".join(lines).encode(errors="replace"))
 
@@ -302,7 +303,7 @@ def _shortest(array: pa.Array) -> pa.Array:
 
 def _flat(before: str, table: pa.Table) -> Iterator[tuple[str, pa.Array]]:
     for name in table.column_names:
-        array, write = _whole(table[name]), None
+        array, write = table[name].combine_chunks(), None
         if pa.types.is_struct(array.type):
             inner = pa.table(array.flatten(), [field.name for field in array.type])
             yield from _flat(f"{before}{name}/", inner)
@@ -315,7 +316,3 @@ def _flat(before: str, table: pa.Table) -> Iterator[tuple[str, pa.Array]]:
             texts = [None if each is None else write(each) for each in array.to_pylist()]
             array = pa.array(texts, pa.string())
         yield f"{before}{name}", array
-
-
-def _whole(column: Any) -> pa.Array:
-    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
