@@ -251,7 +251,13 @@ def test_a_model_that_is_not_whole_is_refused(run, changed, words):
 
 
 BINARY = {"task": "binary_classification", "num_labels": 2, "labels": ["no", "yes"]}
+YES, NO = {**BINARY, "positive": "yes"}, {**BINARY, "labels": ["yes", "no"], "positive": "no"}
 OTHER = "of {uri} is 'yes', but that of this model is 'no'; set task.positive: 'yes', or"
+ONE = (
+    "the task{of} has one output, but {{uri}} has one for each class; set {key}.name: "
+    "classification, or give this model another name"
+)
+OF_A = {"task": "multi_output", "kinds": {"a": "binary_classification"}, "positive": {"a": "yes"}}
 SINCE = "changed since {uri}; give this model"
 
 
@@ -260,34 +266,16 @@ SINCE = "changed since {uri}; give this model"
     [
         ({}, {"inputs": []}, f"inputs {SINCE}"),
         ({}, {"num_labels": 9, "labels": list("012345678")}, f"num_labels {SINCE}"),
-        (
-            {},
-            {"labels": list("1023456789")},
-            f"labels ('0' is '1' now, '1' is '0' now) {SINCE}",
-        ),
+        ({}, {"labels": list("1023456789")}, f"labels ('0' is '1' now, '1' is '0' now) {SINCE}"),
         ({}, {"task": "ranking"}, f"task {SINCE}"),
-        (
-            {**BINARY, "positive": "yes"},
-            {**BINARY, "labels": ["yes", "no"], "positive": "no"},
-            OTHER,
-        ),
+        (YES, NO, OTHER),
         # Earlier versions always used the second class as the positive one.
-        (BINARY, {**BINARY, "labels": ["yes", "no"], "positive": "no"}, OTHER),
-        (
-            {"num_labels": 2, "labels": ["no", "yes"]},
-            {**BINARY, "positive": "yes"},
-            "the task has one output, but {uri} has one for each class; set "
-            "task.name: classification, or give this model another name",
-        ),
+        (BINARY, NO, OTHER),
+        ({"num_labels": 2, "labels": ["no", "yes"]}, YES, ONE.format(of="", key="task")),
         (
             {"task": "multi_output", "kinds": {"a": "classification"}},
-            {
-                "task": "multi_output",
-                "kinds": {"a": "binary_classification"},
-                "positive": {"a": "yes"},
-            },
-            "the task of 'a' has one output, but {uri} has one for each class; set "
-            "task.outputs.a.name: classification, or give this model another name",
+            OF_A,
+            ONE.format(of=" of 'a'", key="task.outputs.a"),
         ),
     ],
 )

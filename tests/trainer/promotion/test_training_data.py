@@ -78,6 +78,7 @@ def test_of_a_thousand_nights_no_span_is_trained_twice_or_missed(seed):
 
 
 NAME = "things"
+DATA = {"source": "s.csv", "version": "0" * 32}
 
 
 @pytest.fixture
@@ -86,13 +87,9 @@ def root(tmp_path):
 
 
 def crown(root, folder, version, spans):
-    made = registry.register(
-        root,
-        NAME,
-        exported(folder, version),
-        lineage={"data_version": version, "spans": spans},
-        scratch=folder,
-    )
+    lineage = {"data_version": version, "spans": spans}
+    model = exported(folder, version)
+    made = registry.register(root, NAME, model, lineage=lineage, scratch=folder)
     registry.promote(root, NAME, made.number, after=registry.newest(root, NAME), by="me")
 
 
@@ -130,13 +127,9 @@ def test_a_version_that_is_removed_between_two_reads_counts(root, tmp_path, monk
 
 
 def configured(**training):
-    return parse_config(
-        {
-            "name": NAME,
-            "data": {"source": "s-{SPAN}.csv", "version": "0" * 32},
-            "training": {"warm_start": "champion", **training},
-        }
-    )
+    data = {**DATA, "source": "s-{SPAN}.csv"}
+    training = {"warm_start": "champion", **training}
+    return parse_config({"name": NAME, "data": data, "training": training})
 
 
 def test_what_a_run_has_decided_needs_no_second_run(root):
@@ -155,6 +148,7 @@ def test_what_a_run_has_decided_needs_no_second_run(root):
 @pytest.mark.parametrize(
     "named",
     [
+        {"data": {**DATA, "map": "mine:it"}},
         {"model": {"name": "mine:it"}},
         {"training": {"strategy": "mine:it"}},
         {"task": {"name": "mine:it"}},
@@ -168,8 +162,7 @@ def test_what_a_run_has_decided_needs_no_second_run(root):
 def test_own_code_that_was_written_again_is_news(named, root, tmp_path, monkeypatch):
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     (tmp_path / "mine.py").write_text("def it(): return 1\n")
-    data = {"source": "s.csv", "version": "0" * 32}
-    config = parse_config({"name": NAME, "data": data, **named})
+    config = parse_config({"name": NAME, "data": DATA, **named})
     trained.begin(config, root, "first")
     trained.end(root, "first", "refused")
     assert trained.find_finished(config, root) == "first"
@@ -185,14 +178,3 @@ def test_a_mark_that_is_damaged_is_one_line(root):
     mark.write_text("[")
     with pytest.raises(Corrupt, match="is damaged; delete it, and start the run again"):
         trained.find_finished(config, root)
-
-
-def test_the_source_of_a_function_of_the_users_is_part_of_it(tmp_path, monkeypatch):
-    monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
-    module = tmp_path / "nightly_rows.py"
-    config = parse_config({"data": {"source": "a.csv", "map": "nightly_rows:f"}})
-    digests = []
-    for text in ("def f(row):\n    return row\n", "def f(row):\n    return dict(row)\n"):
-        module.write_text(text)
-        digests.append(trained.digest(config))
-    assert len(set(digests)) == len(digests)

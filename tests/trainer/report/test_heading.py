@@ -43,7 +43,9 @@ BLESSED = {
 
 
 def test_a_failed_run_begins_with_cause_place_and_next_command():
-    words = Page(report.render(FAILED)).words
+    page = Page(report.render(FAILED))
+    words = page.words
+    assert ("class", "verdict failed") in page.attributes
     assert words[1:12] == [
         "Failed in train_model", "digits: failed in train_model", "train_model: my_model: 0",
         "Where in your code",
@@ -63,9 +65,8 @@ def test_an_error_outside_of_the_users_code_has_no_place():
 
 def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither():
     for name in ("history", "workdir"):
-        commands = heading.commands({**FAILED, name: None})
-        assert len(commands) == 1
-        assert "replay" in commands[0]["command"]
+        (command,) = heading.commands({**FAILED, name: None})
+        assert "replay" in command["command"]
     assert heading.commands(BLESSED) == []
 
 
@@ -107,9 +108,8 @@ def test_examples_a_second_are_those_that_the_workers_counted():
     assert heading.examples_a_second(rows, {}) == 3200
     assert heading.examples_a_second([], FAILED["config"]) == 0
     plain = [{"global_step": 1, "steps_per_second": 10.0}]
-    assert heading.examples_a_second(plain, FAILED["config"]) == 10 * 64, (
-        "each worker pushes for itself"
-    )
+    # Each worker pushes its own batches.
+    assert heading.examples_a_second(plain, FAILED["config"]) == 10 * 64
 
 
 def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked():
@@ -168,21 +168,13 @@ SEARCH = f"flotilla sweep --workdir '/my runs' {CONFIG_FILE} --auto --minutes 10
     ("facts", "rule", "commands"),
     [
         ({}, {"key": "gate.min"}, [SEARCH, "flotilla models show --workdir '/my runs' digits"]),
-        (
-            {"evaluation": {}},
-            {"key": "gate.constant"},
-            [f"flotilla check {CONFIG_FILE}", SEARCH],
-        ),
+        ({"evaluation": {}}, {"key": "gate.constant"}, [f"flotilla check {CONFIG_FILE}", SEARCH]),
         (
             {},
             {"metric": "comparable"},
             [f"flotilla run --workdir '/my runs' {CONFIG_FILE} --set name=digits-2"],
         ),
-        (
-            {"validation": {"decision": "refused"}, "workdir": ""},
-            {},
-            ["flotilla run CONFIG"],
-        ),
+        ({"validation": {"decision": "refused"}, "workdir": ""}, {}, ["flotilla run CONFIG"]),
     ],
 )
 def test_a_refused_run_says_what_to_do_next(facts, rule, commands):

@@ -75,20 +75,6 @@ def test_the_verdict_comes_first_with_its_reasons():
     ]
 
 
-def test_a_failed_run_shows_the_error_and_what_there_is():
-    error = "the loss is NaN at global step 12: lower training.optimizer.learning_rate"
-    steps = [
-        {"step": "prepare_data", "status": "done", "seconds": 1.0},
-        {"step": "train_model", "status": "failed", "seconds": 3.0, "error": error},
-    ]
-    page = Page(report.render({"run_id": "r", "verdict": "failed", "steps": steps}))
-    assert page.heads() == ["Steps and lineage"]
-    assert page.words[1:4] == [
-        "Failed in train_model", "r: failed in train_model", f"train_model: {error}",
-    ]  # fmt: skip
-    assert ("class", "verdict failed") in page.attributes
-
-
 def test_the_head_says_it_in_one_sentence_with_notes():
     evaluation = {
         "main_metric": "auc", "metrics": {"loss": 0.3, "auc": 0.91},

@@ -169,17 +169,6 @@ def test_a_second_run_a_refused_one_and_a_failed_one(server, tmp_path):
     assert found[2].data.tags["flotilla.evaluate_model.uri"] == "s3://e"
 
 
-def test_what_the_server_missed_comes_when_it_answers_again(server, tmp_path):
-    history = tmp_path / "late-1.jsonl"
-    for event in attempt([20, 40]):
-        events.append(history, event)
-    run = tracked(tmp_path, "late", "late-1")
-    run.hear(progress(60))
-    run.end("blessed", "")
-    client, (found,) = runs_of(server, "late")
-    assert [step for step, _ in curve(client, found, "loss")] == [20, 40, 60]
-
-
 def test_a_given_run_is_taken_and_a_second_run_is_below_it(server, tmp_path, monkeypatch):
     client = server.client()
     experiment = client.create_experiment("given")
