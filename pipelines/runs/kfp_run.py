@@ -54,7 +54,7 @@ _STATES = {
     "Error": "FAILED",
 }
 # The states of trials that determine the state of their common step, in this order.
-_SHOWN_FIRST = ("RUNNING", "PENDING", "FAILED")
+_STATE_ORDER = ("RUNNING", "PENDING", "FAILED")
 _TRY = re.compile(r"\(\d+\)$")
 _DRIVER, _OF_STEPS = "-driver", "container-driver"
 _EXECUTOR = "executor"
@@ -276,10 +276,10 @@ def _join_trials(same: Sequence[Step]) -> Step:
 
     The step is active as long as a trial is active, and has failed if a trial has failed.
     """
-    shown = next((step for state in _SHOWN_FIRST for step in same if step.state == state), same[-1])
+    chosen = next((step for state in _STATE_ORDER for step in same if step.state == state), same[-1])
     ends = [step.ended for step in same if step.ended]
     return replace(
-        shown,
+        chosen,
         began=min((step.began for step in same if step.began), default=None),
         ended=max(ends) if len(ends) == len(same) else None,
     )

@@ -144,6 +144,12 @@ CHANNEL_OPTIONS = {
 }
 
 
+def configure_connections(cluster: Cluster) -> None:
+    """Find restarted tasks and detect lost machines quickly in this process."""
+    find_tasks_soon()
+    detect_lost_machines(cluster)
+
+
 def find_tasks_soon() -> None:
     """Make new channels of this process find a restarted task quickly at its new address."""
     given = [each for each in os.environ.get(CHANNELS, "").split(",") if each]

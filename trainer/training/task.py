@@ -71,8 +71,7 @@ def run(options: argparse.Namespace) -> None:
         start_first_worker(tasks, command, config.cluster.max_restarts)
     # Parts of TensorFlow read TF_CONFIG, which must list the chief, but not the evaluator.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
-    liveness.find_tasks_soon()
-    liveness.detect_lost_machines(tasks)
+    liveness.configure_connections(tasks)
     # Graphs in this process find shards by paths relative to this folder.
     _enter(job.workdir)
     if used.leads(this):
