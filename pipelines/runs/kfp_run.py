@@ -276,7 +276,9 @@ def _join_trials(same: Sequence[Step]) -> Step:
 
     The step is active as long as a trial is active, and has failed if a trial has failed.
     """
-    chosen = next((step for state in _STATE_ORDER for step in same if step.state == state), same[-1])
+    chosen = next(
+        (step for state in _STATE_ORDER for step in same if step.state == state), same[-1]
+    )
     ends = [step.ended for step in same if step.ended]
     return replace(
         chosen,
