@@ -200,27 +200,29 @@ def test_no_server_takes_the_questions_for_too_many():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's options differ by system")
-def test_the_kernel_probes_connections_to_the_ports_of_tasks_and_no_others(stack):
+def test_the_kernel_probes_connections_to_the_ports_of_tasks_and_no_others(listening):
     connections = []
-    for _ in range(2):
-        server, address = listening(stack)
-        port = int(address.rpartition(":")[2])
-        client = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        connections.append((port, client))
-        accepted, _ = server.accept()
-        stack.enter_context(accepted)
-    stack.enter_context(socket.socket(socket.AF_UNIX))
-    (port, ours), (_, other) = connections
-    enable_keepalive({port})
-    probed = {
-        name: ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE
-    }
-    assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
-    assert probed == KEEPALIVE
-    assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
-    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
-    # The connection still works after its duplicate is closed.
-    ours.sendall(b".")
+    with ExitStack() as opened:
+        for _ in range(2):
+            server, _ = listening()
+            client = opened.enter_context(socket.create_connection(server.getsockname()))
+            connections.append(client)
+            accepted, _ = server.accept()
+            opened.enter_context(accepted)
+        opened.enter_context(socket.socket(socket.AF_UNIX))
+        ours, other = connections
+        enable_keepalive({ours.getpeername()[1]})
+        probed = {
+            name: ours.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in KEEPALIVE
+        }
+        assert probed == KEEPALIVE
+        is_probed = [
+            each.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            for each in (ours, other, accepted)
+        ]
+        assert is_probed == [1, 0, 0]
+        # The connection still works after its duplicate is closed.
+        ours.sendall(b".")
 
 
 def test_probes_end_when_grpc_would_close_a_connection_with_unacknowledged_data():
