@@ -16,7 +16,6 @@ from tests.house_rules.source import (
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
 FOLDER_LIMIT = 15
-FOLDER_LIMITS = {"components": 20}
 # Maximum number of lines per folder. The commit that raises a number says what was removed in
 # return.
 BUDGETS = {
@@ -96,7 +95,7 @@ def over_budget():
 
 def full_folders():
     for folder, count in Counter(str(path.parent) for path in source_modules()).items():
-        if count > FOLDER_LIMITS.get(folder, FOLDER_LIMIT):
+        if count > FOLDER_LIMIT:
             yield f"{folder}: {count} modules"
 
 
