@@ -26,7 +26,7 @@ BUDGETS = {
     "pipelines/cli": 3760,
     "pipelines/doctor": 1632,
     "pipelines/retention": 1011,
-    "pipelines/runs": 5123,
+    "pipelines/runs": 5125,
     "pipelines/sweeps": 693,
     "trainer": 210,
     "trainer/baselines": 857,
