@@ -39,7 +39,7 @@ BUDGETS = {
     "trainer/embeddings": 1943,
     "trainer/evaluation": 2953,
     "trainer/events": 1140,
-    "trainer/export": 907,
+    "trainer/export": 909,
     "trainer/features": 1888,
     "trainer/models": 2169,
     "trainer/optimizers": 535,

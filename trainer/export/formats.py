@@ -301,8 +301,10 @@ class Original(Subject):
     calibration: Inputs | None
 
     def first(self) -> Batch:
-        """Return the first batch of test examples. An evaluated dataset has at least one."""
-        return next(self.batches())
+        """Return the first batch of test examples. Raises `UserError` if there is none."""
+        for batch in self.batches():
+            return batch
+        raise UserError("cannot verify the exported model, because there are no test examples")
 
     def columns(self) -> list[dict[str, Any]]:
         """Return the columns of the predictions: `name`, `shape` for one example, and `dtype`."""
