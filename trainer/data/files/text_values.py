@@ -58,9 +58,10 @@ BOOL = r"^(?i:true|false)$"
 _DAY = r"\d{4}(-\d{2}-|/\d{2}/)\d{2}"
 _ZONE = r" ?(Z|UTC|GMT|[+-]\d{2}(:?\d{2})?)"
 TIME = rf"^{_DAY}([ T]\d{{2}}:\d{{2}}(:\d{{2}}([.,]\d{{1,9}})?)?({_ZONE})?)?$"
-# These words are in lower case. A column is inferred as bool only from true and false.
-_TRUE = pa.array(["true", "yes", "on", "t", "y", "1", "1.0"])
-_FALSE = pa.array(["false", "no", "off", "f", "n", "0", "0.0"])
+# These words are in lower case. A column is inferred as bool only from true and false. They are
+# tuples, because `pa.array` imports pandas, which not every process that imports this module needs.
+_TRUE = ("true", "yes", "on", "t", "y", "1", "1.0")
+_FALSE = ("false", "no", "off", "f", "n", "0", "0.0")
 
 #: A string that may be a list, such as [0.1, 2] or [[1 2] [3 4]].
 LIST = r"^\[(?:[\[\]\s\d.,+\-eE]|nan|NaN|null|None)*\]$"
@@ -106,7 +107,7 @@ def format_float(value: Any) -> str:
 
 def is_missing(array: pa.Array) -> pa.Array:
     """Return a mask of the trimmed strings that mean a missing number, bool or timestamp."""
-    return pc.is_in(pc.utf8_lower(array), value_set=_MISSING)
+    return pc.is_in(pc.utf8_lower(array), value_set=pa.array(_MISSING))
 
 
 def is_null(text: str) -> bool:
@@ -186,7 +187,7 @@ def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
 def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
     """Parse trimmed strings as 0 and 1, NaN if missing, and return a mask of the invalid ones."""
     true, false = (
-        pc.is_in(pc.utf8_lower(array), value_set=words).to_numpy(zero_copy_only=False)
+        pc.is_in(pc.utf8_lower(array), value_set=pa.array(words)).to_numpy(zero_copy_only=False)
         for words in (_TRUE, _FALSE)
     )
     missing = is_missing(array).to_numpy(zero_copy_only=False)
@@ -227,7 +228,7 @@ def _fill(array: pa.Array, value: Any) -> NDArray[Any]:
     return filled
 
 
-_MISSING = pa.array(sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS}))
+_MISSING = sorted({*(each.lower() for each in _WRITTEN), *_AMONG_NUMBERS})
 #: Words for a missing value that are hardly ever classes, unlike `-`, `none` or `unknown`.
 DOUBTFUL = {
     "''", '""', "--", "?", "??", ".", "..", "...", "na", "n.a.", "n/d", "(null)", "missing",
