@@ -24,7 +24,7 @@ from flotilla.components.kubernetes.client import (
 from flotilla.components.kubernetes.names import LEASES, JobKind, Tree
 from flotilla.trainer.config.cluster import DeadlinesConfig
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 log = logging.getLogger(__name__)
 # Minimum number of heartbeats per lease duration. With this number, a job is not mistaken for an

@@ -45,8 +45,8 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
+from flotilla.trainer.runtime.loop import Loop
 from flotilla.trainer.runtime.masking import mask, one_line
-from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.runtime.user_code import find_traceback, format_error
 from flotilla.trainer.tracking.tracker import following_step
 

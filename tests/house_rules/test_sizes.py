@@ -48,7 +48,7 @@ BUDGETS = {
     "trainer/program": 2237,
     "trainer/promotion": 1542,
     "trainer/report": 1981,
-    "trainer/runtime": 1523,
+    "trainer/runtime": 1527,
     "trainer/signing": 316,
     "trainer/storage": 3373,
     "trainer/strategies": 3645,

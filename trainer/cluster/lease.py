@@ -29,8 +29,8 @@ from functools import cache, partial
 from flotilla.trainer import events, storage
 from flotilla.trainer.runtime.errors import ClusterLostError, RunInterruptedError, UserError
 from flotilla.trainer.runtime.json_records import make_time, parse_number, read_record
+from flotilla.trainer.runtime.loop import Loop
 from flotilla.trainer.runtime.signals import handle_interrupts
-from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.storage.local import is_gone, is_living, writer
 from flotilla.trainer.storage.store import shorter_retry
 

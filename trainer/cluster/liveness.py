@@ -27,7 +27,7 @@ from functools import partial
 from pathlib import Path
 
 from flotilla.trainer.config.topology import Cluster, Task
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
 # Minimum timeout of a starting task, in seconds. It covers the import of TensorFlow.

@@ -59,8 +59,8 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     error_for_exit,
 )
+from flotilla.trainer.runtime.loop import Loop
 from flotilla.trainer.runtime.signals import handle_interrupts
-from flotilla.trainer.runtime.threads import Loop
 
 HOST = "127.0.0.1"
 GRACE_SECONDS = 60.0

@@ -18,7 +18,7 @@ from typing import Any, Self
 
 from flotilla.trainer import events
 from flotilla.trainer.events import Event, Progress, WorkProgress
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 # Seconds per minute and minutes per hour, the number of seconds from which tenths are omitted, and
 # the number of hours from which days are shown.

@@ -69,7 +69,7 @@ from flotilla.trainer.runtime.errors import (
     TransientError,
     UserError,
 )
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 from flotilla.trainer.telemetry.metrics import export_metrics
 from flotilla.trainer.tracking.tracker import following_training
 

@@ -1,4 +1,4 @@
-"""Threads of this process: how many libraries may start, and a thread that calls a function.
+"""The number of threads that libraries may start in this process.
 
 By default, libraries start one thread for each processor of the machine. In a container that is
 limited to one CPU, these threads quickly use up the quota and are throttled. See "CFS Bandwidth
@@ -8,14 +8,11 @@ limits.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
 
 _ROOT = Path("/sys/fs/cgroup")
 _OWN = Path("/proc/self/cgroup")
@@ -80,48 +77,3 @@ def _folders() -> Iterator[Path]:
             for name in {controllers, "cpu"} if controllers else {""}:
                 own = _ROOT / name / path.lstrip("/")
                 yield from (each for each in (own, *own.parents) if each.is_relative_to(_ROOT))
-
-
-log = logging.getLogger(__name__)
-
-
-class Loop:
-    """A loop that calls a function at an interval until it returns False or `stop` is called."""
-
-    def __init__(
-        self, work: Callable[[], object], seconds: float, *, name: str, failing: str
-    ) -> None:
-        """Store the arguments. The first of repeated errors is logged with the prefix `failing`."""
-        self._work, self._seconds, self._failing = work, seconds, failing
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the loop was stopped or has ended."""
-        return self._over.is_set()
-
-    def start(self) -> Self:
-        """Start the thread. The first call follows after one interval."""
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """Stop calling the function. A call in progress may finish."""
-        self._over.set()
-
-    def join(self) -> None:
-        """After `stop`, wait for the call in progress to finish."""
-        self._thread.join()
-
-    def _run(self) -> None:
-        is_said = False
-        while not self._over.wait(self._seconds):
-            try:
-                if self._work() is False:
-                    self._over.set()
-                is_said = False
-            except Exception as error:
-                if not is_said and not self._over.is_set():
-                    log.warning("%s: %s", self._failing, error)
-                is_said = True

@@ -48,8 +48,8 @@ from flotilla.trainer.runtime.errors import (
     UserError,
     describe_out_of_memory,
 )
+from flotilla.trainer.runtime.loop import Loop
 from flotilla.trainer.runtime.streams import say
-from flotilla.trainer.runtime.threads import Loop
 from flotilla.trainer.storage import Manifest
 from flotilla.trainer.strategies.input_position import Stream
 from flotilla.trainer.strategies.parameter_server import worker_number

@@ -75,7 +75,7 @@ from flotilla.trainer.runtime.errors import (
     ConfigError,
     UserError,
 )
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 log = logging.getLogger(__name__)
 # A task is killed before its pod's grace period ends, so that the guard can still write the

@@ -33,7 +33,7 @@ from flotilla.components.kubernetes.names import LEASES, Resource, Tree
 from flotilla.trainer import events
 from flotilla.trainer.config.topology import Cluster, Task, leader
 from flotilla.trainer.runtime.errors import UserError
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 log = logging.getLogger(__name__)
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"

@@ -1,8 +1,6 @@
-"""Tests that a process uses only the CPUs of its container, and a loop in a background thread."""
+"""Tests that a process uses only the CPUs of its container."""
 
 import os
-import queue
-import threading
 
 import pytest
 
@@ -12,7 +10,6 @@ from flotilla.trainer.cluster.process import TaskProcess
 from flotilla.trainer.config.schema import Config
 from flotilla.trainer.config.topology import Cluster, Task
 from flotilla.trainer.runtime import threads
-from flotilla.trainer.runtime.threads import Loop
 
 THREADS = {"TF_NUM_INTRAOP_THREADS", "OMP_NUM_THREADS"}
 
@@ -125,48 +122,3 @@ def test_a_step_keeps_to_the_limit_and_a_task_of_its_cluster_to_its_share(machin
 
     finish.__module__ = "flotilla.components.finish"
     assert record.run(finish, {"root": "", "run_id": ""}) == "2"
-
-
-@pytest.fixture
-def loop():
-    made = []
-
-    def make(work):
-        made.append(Loop(work, 0.001, name="test", failing="nothing is counted"))
-        return made[-1].start()
-
-    yield make
-    for each in made:
-        each.stop()
-        each.join()
-
-
-def test_it_calls_until_it_is_stopped(loop):
-    calls = queue.SimpleQueue()
-    running = loop(lambda: calls.put(threading.current_thread().name))
-    assert [calls.get() for _ in range(3)] == ["test"] * 3
-    assert not running.is_over
-    running.stop()
-    running.join()
-    assert running.is_over
-
-
-def test_it_ends_where_the_function_says_so(loop):
-    answers = iter([None, True, False])
-    running = loop(lambda: next(answers))
-    running.join()
-    assert running.is_over
-    assert next(answers, "asked for all") == "asked for all"
-
-
-def test_an_error_is_said_once_until_a_call_succeeds(loop, caplog):
-    course = iter([ValueError("one"), ValueError("two"), None, ValueError("three"), False])
-
-    def work():
-        found = next(course)
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    loop(work).join()
-    assert caplog.messages == ["nothing is counted: one", "nothing is counted: three"]

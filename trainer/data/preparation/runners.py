@@ -36,7 +36,7 @@ from flotilla.trainer.data.source import Part, Source
 from flotilla.trainer.events.progress import Work
 from flotilla.trainer.runtime import threads, user_code
 from flotilla.trainer.runtime.errors import ConfigError, TransientError, UserError, nearest
-from flotilla.trainer.runtime.threads import Loop
+from flotilla.trainer.runtime.loop import Loop
 
 # Minimum number of parts per process that makes starting it worthwhile.
 _FEWEST = 2
