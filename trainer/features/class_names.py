@@ -122,11 +122,11 @@ def lookalikes(names: Iterable[str]) -> list[list[str]]:
 
 
 def _fold(name: str) -> str:
-    key = class_key(name)
-    if _NUMBER.fullmatch(key) or key in _WORDS:
-        return str(bool(_SENSES[key])) if key in _WORDS else key
-    folded = unicodedata.normalize("NFKC", key).casefold()
-    return _JOINS.sub(" ", folded.lstrip(_QUOTES).rstrip(_END) or folded)
+    folded = unicodedata.normalize("NFKC", normalize_text(name)).casefold()
+    plain = folded.lstrip(_QUOTES).rstrip(_END) or folded
+    # Join words last, because 1e-5 is a number.
+    key = class_key(plain)
+    return str(bool(_SENSES[key])) if key in _WORDS else _JOINS.sub(" ", key)
 
 
 class ClassIndex:

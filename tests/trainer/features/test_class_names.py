@@ -74,6 +74,7 @@ def test_two_words_that_mean_yes_are_said(texts, merged):
     [
         ("Cat", "cat"), ("<=5", "<=5."), ("low risk", "low-risk"), ("low_risk", "low risk"),
         ("A", "\uff21"), ("stra\u00dfe", "STRASSE"), ("'a'", "a"), ("yes", "true"), ("1", "\uff11"),
+        ("'yes'", "yes"), ("no.", "No"), ("\"1\"", "1"),
     ],
 )  # fmt: skip
 def test_classes_that_look_alike_are_found(names):
@@ -81,7 +82,7 @@ def test_classes_that_look_alike_are_found(names):
 
 
 @pytest.mark.parametrize(
-    "names", [("-1", "1"), ("+", "-"), ("C", "C++"), ("a", "\u00e4"), ("1", "10")]
+    "names", [("-1", "1"), ("+", "-"), ("C", "C++"), ("a", "\u00e4"), ("1", "10"), ("1e-5", "1e5")]
 )
 def test_others_do_not_look_alike(names):
     assert not lookalikes(names)

@@ -20,6 +20,7 @@ from flotilla.trainer.data.files.text_values import NEARLY_ALL
 from flotilla.trainer.features.class_names import Spellings, lookalikes
 from flotilla.trainer.features.dataset_spec import DatasetSpec
 from flotilla.trainer.features.feature_spec import FeatureSpec
+from flotilla.trainer.features.statistics.statistics import are_repeated
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from flotilla.trainer.storage import Manifest
 
@@ -338,6 +339,11 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
             f"the column {name!r} has {numbers} numbers and {total - numbers} other values, such "
             f"as {first!r}, and is read as text; empty the other cells to read it as "
             f"numbers, or set data.types: {as_text}"
+        )
+    elif are_repeated(len(scan.values), scan.rows) and (alike := lookalikes(sorted(scan.values))):
+        yield (
+            f"the column {name!r} has values that look alike: {_pairs(alike)}; give them one "
+            f"spelling, or set data.types: {{{name}: text}} if they differ in meaning"
         )
 
 
