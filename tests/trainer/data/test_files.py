@@ -85,6 +85,15 @@ def test_types_are_inferred_over_all_rows(tmp_path: Path) -> None:
     assert np.isnan(found["b"]).sum() == 1
 
 
+def test_no_weight_or_time_is_advised_to_be_a_text(tmp_path: Path) -> None:
+    write(tmp_path, "a,w,label\n" + "".join(f"{i},{i if i else 'heavy'},0\n" for i in range(30)))
+    for keys in ({"weight": "w"}, {"splits": {"time": "w"}}):
+        with pytest.raises(
+            UserError, match=r"row 2: 'heavy'\); correct them, or set data\.bad_rows"
+        ):
+            opened(tmp_path, **keys)
+
+
 def test_a_column_of_mixed_types_is_refused_by_its_first_rows(tmp_path: Path) -> None:
     rows = [f"{i},0\n" for i in range(100)]
     rows[4], rows[7] = "four,0\n", "seven,1\n"

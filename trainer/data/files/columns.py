@@ -87,7 +87,7 @@ def decide(  # noqa: PLR0913
     kind, why, note = label.type or said, label.why or "data.types", ""
     _check_said(name, said, scan)
     if not kind:
-        kind, why = _infer(name, scan, files, tolerates=config.bad_rows > 0)
+        kind, why = _infer(config, name, scan, files)
     if single and kind == "tensor":
         kind = scan.tensor or "text"
     gaps = (scan.missing > 0 or (single and (0,) in scan.shapes)) and not (is_label or required)
@@ -269,7 +269,7 @@ def _unit(name: str, scan: ColumnScan) -> str:
     return "".join(units)
 
 
-def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -> tuple[str, str]:
+def _infer(config: DataConfig, name: str, scan: ColumnScan, files: FilePieces) -> tuple[str, str]:
     kinds, total = scan.kinds, scan.kinds.total()
     if not total:
         return "text", "texts" if scan.marks else "no value in any row"
@@ -284,17 +284,20 @@ def _infer(name: str, scan: ColumnScan, files: FilePieces, *, tolerates: bool) -
         return "text", "numbers, some with leading zeros"
     if counted < NEARLY_ALL * total:
         return "text", "texts"
-    if tolerates:
+    if config.bad_rows:
         kind = "time" if what == "times" else "float" if "float" in kinds else "int"
         return kind, f"{counted} of {total} values are {what}"
     places = ", ".join(f"{files.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
     places = f" ({places})" if places else ""
     best = _infer_format(scan)
-    ways = f"{{{name}: {best}}} to read them as numbers, " if best else ""
+    types = [f"{{{name}: {best}}} to read them as numbers"] if best else []
+    # A text cannot be a weight or a time.
+    types += [f"{{{name}: text}}"] if name not in (config.weight, config.splits.time) else []
+    ways = f"set data.types: {', '.join(types)}, or" if types else "correct them, or set"
     raise UserError(
         f"data.types: the column {name!r} has mixed types: {counted} {what} and "
-        f"{total - counted} other values{places}; set data.types: {ways}{{{name}: text}}, or "
-        "data.bad_rows to the share of rows that may be skipped"
+        f"{total - counted} other values{places}; {ways} data.bad_rows to the share of rows "
+        "that may be skipped"
     )
 
 
