@@ -221,11 +221,11 @@ class Rows:
         return 0 < len(whole) == len(classes) <= FEW_VALUES
 
     def is_formatted(self, name: str) -> bool:
-        """Return whether all strings of a column are formatted numbers or dates, such as 3,25."""
+        """Return whether the strings of a column are formatted numbers or dates, such as 3,25."""
         scan = self.columns[name]
         texts, writing = scan.kinds.get("text", 0), scan.writing
-        is_time = texts and texts in (writing.get("date"), writing.get("clock"))
-        return bool(is_time or text_values.find_kind(writing, texts=texts))
+        written = text_values.find_kind(writing, texts=texts)
+        return bool(texts and (written or text_values.describe(writing, texts)))
 
     def read_classes(self, label: str, kind: str) -> Sequence[str]:
         """Return the class names of a label with the configured type `kind`, or none."""

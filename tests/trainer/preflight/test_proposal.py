@@ -129,10 +129,10 @@ def test_ids_of_a_pair_are_looked_up_as_they_are():
 
 def test_numbers_and_dates_in_writing_are_no_ids():
     rows = [
-        f"{n},5;{n % 28 + 1:02}.{n // 28 + 1:02}.2024;{n}{chr(65 + n % 26)};{n % 2}"
+        f"{n},5;{n % 28 + 1:02}.{n // 28 + 1:02}.2024;{n}{chr(65 + n % 26)};{n}.5D+02;{n % 2}"
         for n in range(60)
     ]
-    Path("german.csv").write_text("\n".join(["preis;tag;code;y", *rows]) + "\n")
+    Path("german.csv").write_text("\n".join(["preis;tag;code;druck;y", *rows]) + "\n")
     data = propose("german.csv", ["y"]).config.data
     assert data.drop == ("code",)
     assert data.types["preis"] == "number_comma"

@@ -318,24 +318,41 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
             f"the column {name!r} has values that are read as missing: {marks}; set data.types: "
             f"{{{name}: text}} if they are ordinary values"
         )
-    if kind != "text" or said or not scan.texts:
-        return
-    first, total = scan.texts[0][2], scan.kinds.total()
+    if kind in ("text", "class") and not said:
+        yield from _note_totals(name, scan)
+    if kind == "text" and not said and scan.texts:
+        yield from _note_texts(name, scan)
+
+
+def _note_totals(name: str, scan: ColumnScan) -> Iterator[str]:
+    totals = text_values.list_totals(scan.writing)
+    # A word that is frequent is an ordinary category.
+    if 0 < sum(totals.values()) <= (1 - NEARLY_ALL) * scan.kinds.total():
+        words = ", ".join(f"{word!r} ({totals[word]} times)" for word in sorted(totals)[:_MARKS])
+        yield (
+            f"the column {name!r} has values that may mark rows of totals: {words}; remove these "
+            f"rows from the files, or set data.types: {{{name}: text}} if they are ordinary values"
+        )
+
+
+def _note_texts(name: str, scan: ColumnScan) -> Iterator[str]:
+    first, total, writing = scan.texts[0][2], scan.kinds.total(), scan.writing
     numbers = sum(scan.kinds[each] for each in NUMBERS)
     as_text = f"{{{name}: text}} if they are texts"
     if best := _infer_format(scan):
         other = next(each for each in NUMBERS_IN_WRITING if each != best)
-        both = scan.writing[best] == scan.writing[other] and "," in first
+        both = writing[best] == writing[other] and "," in first
         as_number = f"{{{name}: {best}}}"
-        ways = text_values.advise(scan.writing, as_number, as_text, plain=numbers > 0)
+        ways = text_values.advise(writing, as_number, as_text, plain=numbers > 0)
         yield (
             f"the column {name!r} has numbers stored as text, such as {first!r}, and is read as "
             f"text; {ways}{f' ({other} if the comma is the decimal separator)' if both else ''}"
         )
-    elif scan.kinds["time"] + scan.writing["date"] + scan.writing["clock"] >= NEARLY_ALL * total:
+    elif found := text_values.describe(writing, total, numbers=numbers, times=scan.kinds["time"]):
+        what, remedy = found
         yield (
-            f"the column {name!r} has dates or times of day, such as {first!r}, and is read as "
-            f"text; write them as 2026-11-23 10:30, or set data.types: {as_text}"
+            f"the column {name!r} has {what}, such as {first!r}, and is read as text; {remedy}, or "
+            f"set data.types: {as_text}"
         )
     elif _HALF * total < numbers and (scan.many or len(scan.values) > FEW_VALUES):
         yield (
@@ -501,10 +518,10 @@ def _check_numbers(name: str, spellings: Spellings, scan: ColumnScan) -> Iterato
     texts = [text for each in spellings.by_key.values() for text in each]
     writing = text_values.count_writing(pa.array(texts))
     kind = text_values.find_kind(writing, texts=len(texts))
-    if not kind and writing["date"] + writing["clock"] >= NEARLY_ALL * len(texts):
+    if not kind and (found := text_values.describe(writing, len(texts))):
         yield (
-            f"the label {name!r} has dates or times of day, such as {texts[0]!r}, and is read as "
-            "classes; write the number to predict, such as the days until then"
+            f"the label {name!r} has {found[0]}, such as {texts[0]!r}, and is read as classes; "
+            "write plain numbers if it is a quantity, such as the days until a date"
         )
     if not kind:
         return

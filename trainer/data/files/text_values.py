@@ -262,8 +262,9 @@ def _parse(text: str | bytes) -> Any:
 NEARLY_ALL = 0.9
 # A column with more units probably has strings that only begin with a number, such as addresses.
 _MOST_UNITS = 3
-_LONGEST = 40
+_LONGEST = 64
 _UNIT_OF = "unit "
+_TOTAL_OF = "total "
 _BARE = "without unit"
 # A percent sign divides the number by 100 and is not a unit.
 PER_CENT = "%"
@@ -293,11 +294,22 @@ _PATTERNS = {
 }
 _SEPARATORS = {"number": r"[ ,'_]", "number_comma": r"[ .'_]"}
 _DATE = (
-    r"^(\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-(\d{2}|\d{4})|\d{4}-\d{1,2}-\d{1,2}"
-    r"|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}[\p{L}]{3,9}[ .,-]{1,2}\d{2,4}"
-    r"|([\p{L}]{3,9},? )?[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4})([ T].{1,20})?$"
+    r"^([\p{L}]{3,9},? )?(\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-(\d{2}|\d{4})"
+    r"|\d{4}-\d{1,2}-\d{1,2}|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}[\p{L}]{3,9}[ .,-]{1,2}\d{2,4}"
+    r"|[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4}|[\p{L}]{3} {1,2}\d{1,2} \d{2}:\d{2})"
+    r"([ T:].{1,20}|[ T]\d{1,2}:.{1,40})?$"
 )
-_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?$"
+_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?( ?[A-Z]{1,4}| ?[+-]\d{2}:?\d{2})?$"
+# Numbers as formulas and texts of a spreadsheet, in Fortran, as ratios, and in full-width digits.
+_ODD = (
+    r"""^(?:=?"[+-]?[\d.,]+"|=[+-]?[\d.,]+|'[+-]?[\d.,]+'?|[+-]?\d*\.?\d*[dD][+-]?\d{1,3}"""
+    r"|\d+(?:[.,]\d+)? ?/ ?\d+(?:[.,]\d+)?|[\x{ff10}-\x{ff19}.,+\x{ff0b}-\x{ff0e}-]+)$"
+)
+# The words of a row with totals.
+_TOTAL = (
+    r"^(?i:(?:grand |sub[ -]?|sous-)?totals?(?: g[e\x{e9}]n[e\x{e9}]ral)?|(?:gesamt|zwischen)?summe"
+    r"|gesamt|insgesamt|durchschnitt|mittelwert|sum|average|somme|moyenne):?$"
+)
 # Parts of the patterns that are slow to compile, with their ASCII equivalents.
 _IN_ASCII = ((r"\p{L}", "A-Za-z"), (r"\p{M}", ""), (r"\p{Sc}", "[$]"))
 # `2nd` is not a number with the unit nd.
@@ -326,13 +338,19 @@ def formatted_numbers(
 def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> Counter[str]:
     """Count the strings of each notation. A unit such as kg is counted as `unit kg`.
 
-    Strings without a unit are counted too, except 0, which is the same in all units. `counts` has
-    the number of times that each string occurs. If it is None, each string occurs once.
+    A word such as Sum, which may mark a row of totals, is counted as `total Sum`. Strings without a
+    unit are counted too, except 0, which is the same in all units. `counts` has the number of times
+    that each string occurs. If it is None, each string occurs once.
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts
+    totals = matches(array, _TOTAL)
+    at = np.flatnonzero(totals.to_numpy(zero_copy_only=False))
+    for each, count in zip(array.take(pa.array(at)).to_pylist(), counts[at].tolist(), strict=True):
+        found[f"{_TOTAL_OF}{each}"] += count
     # A string without a digit is not a number, and 007 is a code.
-    kept = pc.and_not(matches(array, r"[1-9]|0$|0\D"), matches(array, r"^0\d+$"))
+    digits = matches(array, r"[1-9\x{ff10}-\x{ff19}]|0$|0\D")
+    kept = pc.and_not(digits, matches(array, r"^0\d+$"))
     kept = pc.and_(kept, pc.less_equal(pc.utf8_length(array), _LONGEST))
     short, counts = array.filter(kept), counts[kept.to_numpy(zero_copy_only=False)]
     bare = np.zeros(len(short), np.bool_)
@@ -350,12 +368,18 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
             total = np.bincount(places, counts[right], len(names)).astype(int).tolist()
             given = zip(names.tolist(), total, strict=True)
             found.update({f"{_UNIT_OF}{each}": count for each, count in given if each})
-    for name, pattern in (("date", _DATE), ("clock", _CLOCK)):
+    for name, pattern in (("date", _DATE), ("clock", _CLOCK), ("odd", _ODD)):
         there = matches(short, _choose_pattern(pattern, is_ascii=_is_ascii(short)))
         found[name] += int(counts[there.to_numpy(zero_copy_only=False)].sum())
     bare &= matches(short, "[1-9]").to_numpy(zero_copy_only=False)
     found[_BARE] = int(counts[bare].sum())
     return +found
+
+
+def list_totals(writing: Mapping[str, int]) -> dict[str, int]:
+    """Return the counts of the words that may mark rows of totals."""
+    size = len(_TOTAL_OF)
+    return {name[size:]: n for name, n in writing.items() if name[:size] == _TOTAL_OF}
 
 
 def find_kind(
@@ -371,6 +395,21 @@ def find_kind(
     found, total = writing.get(best, 0), texts + whole + fractions + others
     are_numbers = found >= NEARLY_ALL * texts and found + plain[best] >= NEARLY_ALL * total
     return best if found and are_numbers and len(list_units(writing)) <= _MOST_UNITS else ""
+
+
+def describe(
+    writing: Mapping[str, int], total: int, *, numbers: int = 0, times: int = 0
+) -> tuple[str, str] | None:
+    """Return what nearly all strings of a text column are, and how to write them, or None.
+
+    `numbers` and `times` count the values that are already written in this way.
+    """
+    clocks, odd = writing.get("date", 0) + writing.get("clock", 0), writing.get("odd", 0)
+    if clocks + times >= NEARLY_ALL * total:
+        return "dates or times of day", "write them as 2026-11-23 10:30"
+    if odd and odd + numbers >= NEARLY_ALL * total:
+        return "numbers in an unusual notation", "write each as a plain number, such as 1.5"
+    return None
 
 
 def list_units(writing: Mapping[str, int]) -> list[str]:

@@ -101,6 +101,12 @@ TEXT_OR = "set data.types: {y: text}"
         (["3 doors", "5 doors"], ["numbers stored as text", "set data.types: {y: number}"]),
         (["2025-01-01", "2025-02-01"], ["contains times"]),
         (["1/13/2025", "2/14/2025"], ["has dates or times of day"]),
+        (["120/80", "135/90"], ["numbers in an unusual notation, such as '120/80'"]),
+        (
+            [*"abab" * 3, "Summe"],
+            ["may mark rows of totals: 'Summe' (10 times); remove these rows"],
+        ),
+        (["yes", "'yes'", "no"], ["look alike: \"'yes'\" and 'yes'"]),
         (None, ["the label 'y' has 30 classes in 30 rows"]),
     ],
 )
@@ -108,6 +114,28 @@ def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):
     write_csv(tmp_path, written * 10 if written else [f"name {place}" for place in range(30)])
     (note,) = labels_of(tmp_path)[2]
     assert not [each for each in says if each not in note]
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        (["red", "'red'"], "has values that look alike: \"'red'\" and 'red'"),
+        (["red", "re\u200bd"], r"look alike: 'red' and 're\u200bd'"),
+        ([*"abcd" * 5, "Subtotal:"], "may mark rows of totals: 'Subtotal:' (10 times)"),
+        (["average", "poor"], ""),
+        (
+            ['"=""1.5"""', '"=""2"""'],
+            "numbers in an unusual notation, such as '=\"1.5\"', and is read",
+        ),
+        (["10:30 PST", "11:30 CET"], "has dates or times of day"),
+    ],
+)
+def test_what_is_doubtful_in_an_input_is_noted(tmp_path, values, says):
+    lines = [f"{each},{'ab'[row % 3 % 2]}\n" for row, each in enumerate(values * 10)]
+    (tmp_path / "a.csv").write_text("c,y\n" + "".join(lines))
+    made = source(tmp_path, label="y")
+    made.select()
+    assert [says] == [says for note in made.notes() if says in note] if says else not made.notes()
 
 
 def test_many_whole_numbers_are_a_quantity_and_said(tmp_path):

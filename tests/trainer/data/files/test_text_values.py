@@ -87,10 +87,44 @@ def test_plain_numbers_count_and_others_do_not():
 
 @pytest.mark.parametrize(
     "text",
-    ["31/12/2025", "12/31/25 10:30", "31.12.2025", "31-Dec-2025", "Dec 31, 2025", "5 May 2025"],
-)
-def test_dates_are_counted(text):
-    assert text_values.count_writing(pa.array([text]))["date"] == 1
+    [
+        "31/12/2025", "12/31/25 10:30", "31.12.2025", "31-Dec-2025", "Dec 31, 2025", "5 May 2025",
+        "2025-12-31 10:30:00.000000 America/Argentina/Ushuaia", "2025-12-31T10:30+01:00[Asia/Aden]",
+        "Wed, 31 Dec 2025 10:30:00 +0100", "Wed Dec 31 10:30:00 PST 2025", "Dec  1 10:30:00",
+        "10:30 PST", "10:30:00+01:00",
+    ],
+)  # fmt: skip
+def test_dates_are_described(text):
+    writing = text_values.count_writing(pa.array([text]))
+    assert text_values.describe(writing, 1) == (
+        "dates or times of day", "write them as 2026-11-23 10:30"
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("texts", "are_odd"),
+    [
+        (['="1.2"', "=3", '="-7"'], True), (["'1.2", "'-3"], True), (["1.2D+03", "4d-1"], True),
+        (["\uff11\uff12", "\uff13\uff0e\uff14"], True), (["120/80", "135.5 / 90"], True),
+        (["=A1+B2", "'tis"], False), (["10-20", "30-40"], False), (["1.2.3"], False),
+    ],
+)  # fmt: skip
+def test_unusual_notations_of_numbers_are_described(texts, are_odd):
+    found = text_values.describe(text_values.count_writing(pa.array(texts)), len(texts))
+    assert (found is not None and found[0] == "numbers in an unusual notation") == are_odd
+
+
+def test_words_for_totals_are_counted():
+    texts = [
+        "Total",
+        "GRAND TOTAL:",
+        "Zwischensumme",
+        "Total g\u00e9n\u00e9ral",
+        "Total recall",
+        "x",
+    ]
+    writing = text_values.count_writing(pa.array(texts), np.arange(1, 7))
+    assert text_values.list_totals(writing) == dict(zip(texts[:4], range(1, 5), strict=True))
 
 
 @settings(max_examples=30)
