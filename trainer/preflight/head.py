@@ -206,7 +206,9 @@ class Rows:
             units = text_values.list_units(scan.writing)
             per_cent = text_values.has_per_cent(scan.writing, plain=bool(whole))
             is_mixed = len(units) > 1 or per_cent
-            is_all = {*scan.kinds} <= {"text", "int"} and scan.writing.get(kind) == texts
+            # In other formats than CSV, numbers and strings are different types.
+            kinds = {"text", "int"} if self.parsed else {"text"}
+            is_all = {*scan.kinds} <= kinds and scan.writing.get(kind) == texts
             if kind and is_all and not is_mixed and not self._has_whole_classes(name):
                 found[name] = kind
         return found

@@ -15,6 +15,7 @@ import pytest
 
 from flotilla.trainer.config.data import DataConfig
 from flotilla.trainer.data.files.file_source import FileSource
+from flotilla.trainer.preflight.proposal import propose
 from flotilla.trainer.runtime.errors import ConfigError, UserError
 from tests.trainer.data.files.sources import listed, opened, sizes, source
 
@@ -186,6 +187,18 @@ def test_types_that_differ_between_files(tmp_path, first, second, said):
         opened(tmp_path)
     assert f"the column 'x' has different types ({said}" in str(refused.value)
     assert "in 2.parquet, row 1); use one type, or set data.types: {x: text}" in str(refused.value)
+
+
+def test_strings_in_one_file_and_numbers_in_another_get_no_type(tmp_path: Path) -> None:
+    for form in ("parquet", "jsonl"):
+        (tmp_path / form).mkdir()
+        for name, values in (("a", [*range(30)]), ("b", [str(each) for each in range(30)])):
+            table = pa.table({"x": values, "label": ["a", "b", "b"] * 10})
+            lines = "".join(f"{json.dumps(row)}\n" for row in table.to_pylist())
+            (tmp_path / form / f"{name}.jsonl").write_text(lines)
+            pq.write_table(table, tmp_path / form / f"{name}.parquet")
+            (tmp_path / form / f"{name}.{'jsonl' if form == 'parquet' else 'parquet'}").unlink()
+        assert not propose(tmp_path / form, ["label"]).config.data.types
 
 
 def test_numbers_in_one_csv_and_texts_in_another(tmp_path: Path) -> None:
