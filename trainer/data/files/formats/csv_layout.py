@@ -179,6 +179,7 @@ class _Head:
                 f"({self._records[0].text.strip()[:40]!r})"
             )
         names, index = self._fit_names(place, cells, rows)
+        rows = self.rows(len(names))
         where = f"data.source: {self._path}, row {self._lines[place]}"
         if any("\udc80" <= letter <= "\udcff" for name in names for letter in name):
             raise UserError(f"{where} is not UTF-8; write the file as UTF-8")
@@ -195,6 +196,7 @@ class _Head:
                 "the first column has no name and is ignored as an index; to keep it, name it"
             )
         _check(self._path, where, names, {*index, *empty})
+        _check_values(self._path, names, rows)
         if numbers := _odd_numbers(names):
             notes.append(
                 f"row {self._lines[place]} is used as the header, although names such as "
@@ -302,6 +304,19 @@ def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> 
                 f"{where} has two columns named {name!r} ({places}); rename one of them"
             )
         raise UserError(f"{where} has no name for column {places[0]}; name it")
+
+
+def _check_values(path: Path, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Raise `UserError` if most names, except numbers, are also values of their columns."""
+    texts = [at for at, name in enumerate(names) if name and not re.match(NUMBER, name)]
+    below = [cells for row in rows if (cells := [cell.strip() for cell in row]) != [*names]]
+    found = [at for at in texts if any(row[at] == names[at] for row in below)]
+    if len(names) > 1 and 2 * len(found) > len(texts) and (len(found) > 1 or len(texts) == 1):
+        raise UserError(
+            f"data.source: {path} seems to have no header, because values of its first row "
+            f"({', '.join(names[at] for at in found[:_NAMED])}) occur again in their columns; put "
+            "a row with the names of the columns before it"
+        )
 
 
 def _delimiter(path: Path, texts: Sequence[str]) -> str:

@@ -155,9 +155,23 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
             "values, such as row 2; remove the extra names, or add the missing values",
         ),
         ("", "FILE is empty; write a header and rows"),
+        (
+            'a;b\nr1;"1,5";x\nr3;"2,5";y\n',
+            "FILE, row 1: the header has 2 names (a, b), but 2 of the first 2 rows have 3 values, "
+            "such as row 2; add the missing names, or remove a title above the header",
+        ),
+        (
+            "red,small,yes\n" + "blue,small,no\nred,large,yes\n" * 3,
+            "FILE seems to have no header, because values of its first row (red, small, yes) occur "
+            "again in their columns; put a row with the names of the columns before it",
+        ),
+        ("17,red,8\n18,blue,9\n19,red,7\n", "FILE seems to have no header, because values of"),
+        ("Al,red,yes\n" + "Bo,red,no\nCy,blue,yes\n", "FILE seems to have no header, because"),
+        ("0,1\n3,4\n", "FILE has no header: its first row is 0, 1; put a row with the names"),
         ("1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
         ("a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
         ("a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
+        ("a,b,,c\n" + "1,2\n1,2\n1,2,3,4\n" * 3, "FILE, row 1 has no name for column 3; name it"),
         ("a\0b,c\n", "FILE is not a CSV file, because it has binary data; set data.format"),
         ("   x  y\n 1.5  a\n-0.5  b\n 2.5  b\n", "FILE has columns of fixed width"),
         ('{"x": 1, "y": 2}\n{"x": 2, "y": 3}\n', "FILE is JSON; set data.format: jsonl"),
