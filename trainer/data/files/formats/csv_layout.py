@@ -155,10 +155,12 @@ class _Head:
         self._delimiter = given or _delimiter(path, [each.text for each in kept])
         self._quote = '"'
         self._rows = [_cells(each.text, self._delimiter) for each in kept]
-        if "'" in kept[-1].text and not any('"' in each.text for each in kept):
-            quoted = [_cells(each.text, self._delimiter, "'") for each in kept]
+        has_quotes = any('"' in each.text for each in kept)
+        if "'" in kept[-1].text or has_quotes:
+            dialect = {"escapechar": _ESCAPE} if has_quotes else {"quotechar": "'"}
+            quoted = [_cells(each.text, self._delimiter, **dialect) for each in kept]
             if len({*map(len, quoted)}) == 1 < len({*map(len, self._rows)}):
-                self._quote, self._rows = "'", quoted
+                self._quote, self._rows = dialect.get("quotechar", '"'), quoted
         bodies = self._rows[1:] or self._rows
         self._width = Counter(map(len, bodies)).most_common(1)[0][0]
 
@@ -243,6 +245,17 @@ class _Head:
             if below
         )
 
+    def _has_row_names(self, place: int, rows: Sequence[Sequence[str]]) -> bool:
+        """Return whether the first column, which has no name, has the row names of R.
+
+        R writes no name above them. They are quoted and distinct, or numbered from 1.
+        """
+        first = [row[0] for row in rows]
+        is_quoted = all(each.text.startswith('"') for each in self._records[place:])
+        return first == [str(at + 1) for at in range(len(rows))] or (
+            is_quoted and len({*first}) == len(first)
+        )
+
     def _fit_names(
         self, place: int, cells: list[str], rows: Sequence[Sequence[str]]
     ) -> tuple[list[str], tuple[int, ...]]:
@@ -254,12 +267,7 @@ class _Head:
             return cells[:more], ()
         if more > 0 and not any(cell.strip() for row in rows for cell in row[len(cells) :]):
             return [*cells, *[""] * more], ()
-        # A first column without a name is an index, because R writes row names in this way.
-        if (
-            more == 1
-            and len(rows) > _FEWEST
-            and [row[0] for row in rows] == [str(at + 1) for at in range(len(rows))]
-        ):
+        if more == 1 and len(rows) > _FEWEST and self._has_row_names(place, rows):
             return ["", *cells], (0,)
         share = len(rows) / max(1, len(self._rows) - place - 1)
         if share < _NEARLY_ALL and len(rows) > 1:
@@ -268,8 +276,8 @@ class _Head:
         cause = "add the missing names, or remove a title above the header"
         if more < 0:
             cause = "remove the extra names, or add the missing values"
-        elif any(re.search(r"\d,\d", each.text) for each in self._records[place + 1 :]):
-            cause = "quote numbers that have a comma, or write them without commas"
+        elif self._delimiter == "," and any(map(_has_split_number, rows)):
+            cause = "quote numbers that have a comma, or add the missing names"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = "write texts in double quotes, right after the delimiter"
         raise UserError(
@@ -278,6 +286,10 @@ class _Head:
             f"{len(self._rows) - place - 1} rows have {self._width} values, such as row "
             f"{self._lines[row]}; {cause}"
         )
+
+
+def _has_split_number(row: Sequence[str]) -> bool:
+    return any(re.search(r"\d,\d", f"{one[-1:]},{other[:1]}") for one, other in pairwise(row))
 
 
 def _odd_numbers(names: Sequence[str]) -> list[str]:
@@ -344,9 +356,9 @@ def _delimiter(path: Path, texts: Sequence[str]) -> str:
     return max(_DELIMITERS, key=texts[0].count)
 
 
-def _cells(text: str, delimiter: str, quote: str = '"') -> list[str]:
+def _cells(text: str, delimiter: str, **dialect: Any) -> list[str]:
     try:
-        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, quotechar=quote))
+        return next(csv.reader([text.rstrip("\r\n")], delimiter=delimiter, **dialect))
     except (csv.Error, StopIteration):
         # Ignore quotes in a row that the csv module rejects, such as one with a value above 8 MiB.
         return text.split(delimiter)

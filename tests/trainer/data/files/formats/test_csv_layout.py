@@ -114,8 +114,10 @@ def test_names_of_rows_are_an_index(tmp_path: Path) -> None:
 
 def test_spaces_quotes_of_another_kind_and_lines_of_markdown(tmp_path: Path) -> None:
     rows = "".join(f'"r{i}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
-    line = refusal(tmp_path, f'"n" "kind"\n{rows}')
+    assert table(tmp_path, f'"n" "kind"\n{rows}')[0][3] == {"n": "3", "kind": "b b"}
+    line = refusal(tmp_path, f'n "kind"\n{rows}')
     assert line.startswith("data.source: FILE, row 1: the header has 2 names (n, kind), but 9 of")
+    assert line.endswith("add the missing names, or remove a title above the header")
     rows = "".join(f'"{i + 1}" {i} "{"ab"[i % 2]} b"\n' for i in range(9))
     assert table(tmp_path, f'"n" "kind"\n{rows}')[0][3] == {"n": "3", "kind": "b b"}
     rows = "".join(f"{i},'a, b',x\n" for i in range(9))
@@ -146,7 +148,7 @@ def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
         (
             "n,word\n1,5,a\n2,7,b\n",
             "FILE, row 1: the header has 2 names (n, word), but 2 of the first 2 rows have 3 "
-            "values, such as row 2; quote numbers that have a comma, or write them without commas",
+            "values, such as row 2; quote numbers that have a comma, or add the missing names",
         ),
         ('x,t\n1, "a, b"\n2, "c, d"\n', "FILE, row 1: the header has 2 names (x, t), but 2 of"),
         (
@@ -260,6 +262,13 @@ def test_quotes_after_a_backslash(tmp_path: Path) -> None:
     # If backslashes escaped quotes, the backslash in this path would be lost.
     with pytest.raises(UserError, match="row 6 has a backslash outside"):
         table(tmp_path, titles(row3=r'3,"say \"hi\"",a', row4=r"4,C:\temp,b"))
+
+
+@pytest.mark.parametrize("value", ['say \\"a, b\\" twice', 'say \\"a, b\\"'])
+def test_a_delimiter_after_an_escaped_quote_in_each_row_is_text(tmp_path: Path, value: str) -> None:
+    rows, broken = table(tmp_path, "n,t,y\n" + "".join(f'{i},"{value}",a\n' for i in range(30)))
+    assert rows[3] == {"n": "3", "t": value.replace("\\", ""), "y": "a"}
+    assert (len(rows), broken) == (30, [])
 
 
 def test_one_value_may_be_as_its_column_is_called(tmp_path: Path) -> None:
