@@ -293,15 +293,19 @@ def _has_split_number(row: Sequence[str]) -> bool:
 
 
 def _odd_numbers(names: Sequence[str]) -> list[str]:
-    """Return the names that are numbers, or [] if they are consecutive, such as years."""
+    """Return the names that are numbers, or [] if some are and are consecutive, such as years."""
     numbers = [name for name in names if re.match(NUMBER, name)]
+    if len(numbers) == len(names):
+        return numbers
     counts = [int(name) for name in numbers if name.isdecimal()]
     steps = {after - before for before, after in pairwise(counts)}
     return [] if len(counts) == len(numbers) and steps <= {1} else numbers
 
 
 def _check(path: Path, where: str, names: Sequence[str], left_out: set[int]) -> None:
-    if all(re.match(NUMBER, name) for name in names):
+    # pandas numbers the columns from 0 if they have no names.
+    is_counted = len(names) > _FEWEST and [*names] == [str(at) for at in range(len(names))]
+    if all(re.match(NUMBER, name) for name in names) and not is_counted:
         raise UserError(
             f"data.source: {path} has no header: its first row is {', '.join(names[:_NAMED])}; "
             "put a row with the names of the columns before it"

@@ -128,7 +128,13 @@ def test_spaces_quotes_of_another_kind_and_lines_of_markdown(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("head", "is_odd"),
-    [("n,2019,2020", False), ("0,1,y", False), ("5.1,3.5,a", True), ("150,4,setosa", True)],
+    [
+        ("n,2019,2020", False),
+        ("0,1,y", False),
+        ("0,1,2", True),
+        ("5.1,3.5,a", True),
+        ("150,4,setosa", True),
+    ],
 )
 def test_names_that_are_numbers_are_said(tmp_path: Path, head: str, is_odd: bool) -> None:
     table(tmp_path, f"{head}\n" + "1,2,b\n2,3,c\n" * 9)
