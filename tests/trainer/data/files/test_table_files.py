@@ -228,6 +228,14 @@ def test_bytes_that_are_no_text_name_their_own_row(tmp_path: Path, keys: dict[st
     assert len(opened(tmp_path, bad_rows=0.1, **keys)[1]["t"]) == 59
 
 
+def test_a_string_that_is_no_text_is_one_line(tmp_path: Path) -> None:
+    raw = pa.array([b"fine", b"\xff", b"good"] * 20)
+    text = pa.Array.from_buffers(pa.string(), 60, raw.buffers())
+    pq.write_table(pa.table({"t": text, "label": ["a", "b"] * 30}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet: the column 't' has a text that is not UTF-8"):
+        opened(tmp_path)
+
+
 def test_lists_of_texts_are_sequences_and_no_label(tmp_path: Path) -> None:
     pages = [["home", "cart"], ["home"], []] * 10
     table = pa.table({"pages": pages, "label": ["a", "b", "b"] * 10})

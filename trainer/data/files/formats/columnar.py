@@ -98,6 +98,7 @@ class ParquetReader(Reader):
             start, of_a_row = 0, path.stat().st_size / max(file.metadata.num_rows, 1)
             for batch in file.iter_batches(most, row_groups=groups, columns=outer):
                 table = _flatten(pa.Table.from_batches([batch])).select(list(columns))
+                _require_unicode(path, table)
                 numbers = np.arange(start, start + len(table))
                 yield Rows(table, numbers, size=round(of_a_row * len(table)))
                 start += len(table)
@@ -207,6 +208,18 @@ def _flatten(table: pa.Table) -> pa.Table:
         kinds = [field.with_type(views.get(field.type, field.type)) for field in table.schema]
         table = table.cast(pa.schema(kinds))
     return table
+
+
+def _require_unicode(path: Path, table: pa.Table) -> None:
+    """Raise `UserError` if a string is not UTF-8. Not all programs that write Parquet check it."""
+    for name in table.column_names:
+        try:
+            table[name].validate(full=True)
+        except pa.ArrowInvalid as error:
+            raise UserError(
+                f"data.source: {path}: the column {name!r} has a text that is not UTF-8; write the "
+                "texts as UTF-8, or the column as bytes"
+            ) from error
 
 
 def _outer(name: str, schema: pa.Schema) -> str:
