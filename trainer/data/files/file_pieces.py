@@ -102,7 +102,8 @@ class FilePieces:
         if missing := [name for name in wanted if name not in names]:
             raise UserError(
                 f"data.source: {path} has no column {missing[0]!r}, which other files have; "
-                f"add it, or set data.drop: [{missing[0]}]"
+                f"add it, set data.drop: [{missing[0]}], or name only the files of one table in "
+                "data.source (one file or a pattern)"
             )
         return names
 

@@ -278,7 +278,8 @@ class PieceScan:
         if more and not self.config.inputs:
             raise UserError(
                 f"data.source: {self.path} has a column {more[0]!r}, which other files lack; "
-                "remove it, or choose the columns to read in data.inputs"
+                "remove it, choose the columns to read in data.inputs, or name only the files of "
+                "one table in data.source (one file or a pattern)"
             )
 
 

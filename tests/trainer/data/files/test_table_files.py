@@ -212,6 +212,15 @@ def test_numbers_in_one_csv_and_texts_in_another(tmp_path: Path) -> None:
     assert opened(tmp_path, types={"z": "text"})[0].specs["z"].dtype == "string"
 
 
+@pytest.mark.parametrize(
+    ("head", "says"), [("x,label", "has no column 'z'"), ("x,z,label,q", "has a column 'q'")]
+)
+def test_files_of_several_tables_are_one_line(tmp_path: Path, head: str, says: str) -> None:
+    write(tmp_path, a_dot_csv=rows(), b_dot_csv=values(head))
+    with pytest.raises(UserError, match=rf"b\.csv {says}.* files of one table in data\.source"):
+        opened(tmp_path)
+
+
 def test_the_file_whose_columns_are_named_is_named(tmp_path: Path) -> None:
     write(tmp_path, a_dot_csv=rows(), b_dot_csv=rows())
     with pytest.raises(ConfigError, match=r"no column 'price' in .* \(a\.csv\)"):
