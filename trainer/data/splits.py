@@ -26,11 +26,14 @@ def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[st
 
     `shards` is the number for the training split. Shards of other splits have about the same size.
     """
-    if not examples["train"]:
-        raise UserError(
-            f"data.splits: {name} has no example to train on; add rows, or make the other splits "
-            "smaller"
-        )
+    for split, purpose in (("test", "for the test split"), ("train", "to train on")):
+        if not examples.get(split):
+            sizes = ", ".join(f"{count} {each}" for each, count in examples.items())
+            raise UserError(
+                f"data.splits: {name} has no example {purpose} ({sizes}); rows with equal inputs "
+                "are always in one split, as are all rows of a group; add rows that differ, choose "
+                "another group, or change the shares"
+            )
     if shards > examples["train"]:
         raise UserError(
             f"data.shards: cannot divide {examples['train']} training examples of {name} into "

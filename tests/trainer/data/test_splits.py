@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flotilla.trainer.data.splits import TEST, TRAIN, VALIDATION, plan, shard_counts
+from flotilla.trainer.features.dataset_spec import SPLITS
 from flotilla.trainer.runtime.errors import UserError
 
 
@@ -96,8 +97,13 @@ def test_what_cannot_be_split_is_refused(sizes, options, words):
 
 
 def test_what_cannot_be_sharded_is_refused():
-    with pytest.raises(UserError, match=r"^data\.splits: one has no example to train on; add rows"):
-        shard_counts("one", {"train": 0, "validation": 0, "test": 1}, 8)
+    for counts, what in (((0, 0, 40), "to train on"), ((40, 0, 0), "for the test split")):
+        with pytest.raises(
+            UserError,
+            match=rf"^data\.splits: one has no example {what} \({counts[0]}"
+            " train.*; rows with equal inputs are always in one split",
+        ):
+            shard_counts("one", dict(zip(SPLITS, counts, strict=True)), 8)
     with pytest.raises(UserError, match=r"9 training .* into 10 shards; .* to 9 or less"):
         shards_of(drawn({"train": 10, "test": 1}), 10)
 

@@ -436,7 +436,7 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
     """Write the shards of all splits to `folder`, from the mapped parts in the folders `parts`.
 
     The examples of each split are shuffled with the configured seed. Raises `UserError` if there
-    are fewer training examples than shards, or no test examples.
+    are fewer training examples than shards, or no training or test examples.
     """
     selection = source.select()
     sums = Sums(selection, vocabulary=config.vocabulary)
@@ -444,12 +444,6 @@ def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataCo
         for part in parts:
             sums.merge(read_sums(part, selection, vocabulary=config.vocabulary))
             work.add(1)
-    if not sums.examples.get("test"):
-        sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
-        raise UserError(
-            f"data.splits: {source.name} has no example for the test split ({sizes}); add "
-            "examples, or raise data.splits.test"
-        )
     counts = shard_counts(source.name, sums.examples, config.shards)
     total = sum(sums.examples.values())
     rows = choose_rows(total, sum(sums.bytes.values()), sums.largest)
