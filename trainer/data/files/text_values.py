@@ -462,6 +462,9 @@ def _parts(kind: str, array: pa.Array) -> tuple[dict[str, Any], NDArray[np.bool_
     closed = _is_there(fields["close"], ")")
     minus = sum(_is_there(fields[name], "-").astype(int) for name in ("sign", "inner", "trailing"))
     fields["negative"] = minus + closed > 0
+    # `2. Bonn` is an item of a list, not a number with the unit Bonn.
+    items = pc.and_(pc.ends_with(fields["digits"], "."), pc.not_equal(fields["after"], ""))
+    right &= ~items.to_numpy(zero_copy_only=False)
     return fields, right & (brackets == closed) & (minus + closed <= 1)
 
 

@@ -70,6 +70,7 @@ def test_a_unit_is_that_of_the_column_or_the_row_is_broken(text, unit):
         (["1.500,5", "2"], "number_comma"), (["3 kg", "4 kg"], "number"), (["3rd", "4th"], ""),
         (["a1", "b2"], ""), (["3 Elm St", "4 Oak St", "5 Ash St", "6 Fir St"], ""),
         (["10-20", "20-30"], ""), (["12:30"], ""), (["00123", "00456"], ""), (["1.2.3"], ""),
+        (["1. low", "2. high"], ""), (["1.", "2."], "number"),
     ],
 )  # fmt: skip
 def test_a_column_asks_for_the_reading_that_takes_nearly_all(texts, kind):
