@@ -320,7 +320,7 @@ def _notes(name: str, kind: str, said: str, scan: ColumnScan) -> Iterator[str]:
         )
     if kind in ("text", "class") and not said:
         yield from _note_totals(name, scan)
-    if kind == "text" and not said and scan.texts:
+    if kind == "text" and not said:
         yield from _note_texts(name, scan)
 
 
@@ -336,7 +336,9 @@ def _note_totals(name: str, scan: ColumnScan) -> Iterator[str]:
 
 
 def _note_texts(name: str, scan: ColumnScan) -> Iterator[str]:
-    first, total, writing = scan.texts[0][2], scan.kinds.total(), scan.writing
+    # Without strings, the column has numbers, codes, booleans or times of several kinds.
+    first, total = scan.texts[0][2] if scan.texts else "", scan.kinds.total()
+    writing = scan.writing
     numbers = sum(scan.kinds[each] for each in NUMBERS)
     as_text = f"{{{name}: text}} if they are texts"
     if best := _infer_format(scan):
@@ -348,13 +350,15 @@ def _note_texts(name: str, scan: ColumnScan) -> Iterator[str]:
             f"the column {name!r} has numbers stored as text, such as {first!r}, and is read as "
             f"text; {ways}{f' ({other} if the comma is the decimal separator)' if both else ''}"
         )
-    elif found := text_values.describe(writing, total, numbers=numbers, times=scan.kinds["time"]):
+    elif first and (
+        found := text_values.describe(writing, total, numbers=numbers, times=scan.kinds["time"])
+    ):
         what, remedy = found
         yield (
             f"the column {name!r} has {what}, such as {first!r}, and is read as text; {remedy}, or "
             f"set data.types: {as_text}"
         )
-    elif _HALF * total < numbers and (scan.many or len(scan.values) > FEW_VALUES):
+    elif first and _HALF * total < numbers and (scan.many or len(scan.values) > FEW_VALUES):
         yield (
             f"the column {name!r} has {numbers} numbers and {total - numbers} other values, such "
             f"as {first!r}, and is read as text; empty the other cells to read it as "

@@ -123,6 +123,8 @@ def test_what_is_doubtful_is_noted_with_the_key(tmp_path, written, says):
         (["red", "re\u200bd"], r"look alike: 'red' and 're\u200bd'"),
         ([*"abcd" * 5, "Subtotal:"], "may mark rows of totals: 'Subtotal:' (10 times)"),
         (["average", "poor"], ""),
+        (["true", "1", "TRUE", "0"], "has values that look alike: 'TRUE' and 'true'"),
+        (["01", "12", "123"], ""),
         (
             ['"=""1.5"""', '"=""2"""'],
             "numbers in an unusual notation, such as '=\"1.5\"', and is read",
