@@ -294,17 +294,24 @@ _PATTERNS = {
 }
 _SEPARATORS = {"number": r"[ ,'_]", "number_comma": r"[ .'_]"}
 _DATE = (
-    r"^([\p{L}]{3,9},? )?(\d{1,4}[/.]\d{1,2}[/.]\d{1,4}|\d{1,2}-\d{1,2}-(\d{2}|\d{4})"
-    r"|\d{4}-\d{1,2}-\d{1,2}|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}[\p{L}]{3,9}[ .,-]{1,2}\d{2,4}"
-    r"|[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3,9}[ -]\d{4}|[\p{L}]{3} {1,2}\d{1,2} \d{2}:\d{2})"
-    r"([ T:].{1,20}|[ T]\d{1,2}:.{1,40})?$"
+    r"^([\p{L}]{3,9},? )?(\d{1,2}[/.-]\d{1,2}[/.-](\d{2}|\d{4})|\d{4}[/.-]\d{1,2}[/.-]\d{1,2}"
+    r"|\d{1,2}(st|nd|rd|th)?[ .-]{1,2}[\p{L}]{3,9}[ .,-]{1,2}\d{2,4}|[\p{L}]{3,9}[ -]\d{4}"
+    r"|[\p{L}]{3,9}\.? \d{1,2},? \d{4}|[\p{L}]{3} {1,2}\d{1,2} \d{2}:\d{2}(:\d{2})?)"
+    r"([ T].{1,20}|[ T]\d{1,2}:.{1,40})?$"
 )
-_CLOCK = r"^\d{1,2}:\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?( ?[A-Z]{1,4}| ?[+-]\d{2}:?\d{2})?$"
-# Numbers as formulas and texts of a spreadsheet, in Fortran, as ratios, and in full-width digits.
+_CLOCK = (
+    r"^(-?\d{1,5} days? \+?)?\d{1,3}[:h]\d{2}(:\d{2}(\.\d+)?)?( ?[AaPp]\.?[Mm]\.?)?"
+    r"( ?[A-Z]{1,4}| ?[+-]\d{2}:?\d{2})?$"
+)
+# Numbers as formulas and texts of a spreadsheet, in Fortran, as ratios, in hexadecimal, with
+# footnotes, and in full-width digits.
 _ODD = (
-    r"""^(?:=?"[+-]?[\d.,]+"|=[+-]?[\d.,]+|'[+-]?[\d.,]+'?|[+-]?\d*\.?\d*[dD][+-]?\d{1,3}"""
-    r"|\d+(?:[.,]\d+)? ?/ ?\d+(?:[.,]\d+)?|[\x{ff10}-\x{ff19}.,+\x{ff0b}-\x{ff0e}-]+)$"
+    r"""^(?:=?"[+-]?[\d.,]+"|=[+-]?[\d.,]+|'[+-]?[\d.,]+'?|[+-]?\d*\.?\d+[dD][+-]\d{1,3}"""
+    r"|\d+(?:[.,]\d+)? ?/ ?\d+(?:[.,]\d+)?|0[xX][\da-fA-F]{1,8}|[+-]?[\d.,]+ ?[*\x{2020}\x{2021}]+"
+    r"|[\x{ff10}-\x{ff19}.,+\x{ff0b}-\x{ff0e}-]+)$"
 )
+# Lists and objects of JSON and Python, and pairs of numbers.
+_NESTED = r"""(?s)^(\[(.*[,'"].*)?\]|\{.*:.*\}|\(-?[\d.]+[,;].*\))$"""
 # The words of a row with totals.
 _TOTAL = (
     r"^(?i:(?:grand |sub[ -]?|sous-)?totals?(?: g[e\x{e9}]n[e\x{e9}]ral)?|(?:gesamt|zwischen)?summe"
@@ -344,7 +351,8 @@ def count_writing(array: pa.Array, counts: NDArray[np.int64] | None = None) -> C
     """
     found: Counter[str] = Counter()
     counts = np.ones(len(array), np.int64) if counts is None else counts
-    totals = matches(array, _TOTAL)
+    nested, totals = (matches(array, pattern) for pattern in (_NESTED, _TOTAL))
+    found["nested"] = int(counts[nested.to_numpy(zero_copy_only=False)].sum())
     at = np.flatnonzero(totals.to_numpy(zero_copy_only=False))
     for each, count in zip(array.take(pa.array(at)).to_pylist(), counts[at].tolist(), strict=True):
         found[f"{_TOTAL_OF}{each}"] += count
@@ -406,7 +414,12 @@ def describe(
     """
     clocks, odd = writing.get("date", 0) + writing.get("clock", 0), writing.get("odd", 0)
     if clocks + times >= NEARLY_ALL * total:
-        return "dates or times of day", "write them as 2026-11-23 10:30"
+        return (
+            "dates or times of day",
+            "write dates as 2026-11-23 10:30 and durations as numbers",
+        )
+    if writing.get("nested", 0) >= NEARLY_ALL * total:
+        return "lists or objects", "write one column for each of their values, or the table as JSON"
     if odd and odd + numbers >= NEARLY_ALL * total:
         return "numbers in an unusual notation", "write each as a plain number, such as 1.5"
     return None

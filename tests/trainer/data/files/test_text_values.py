@@ -93,12 +93,13 @@ def test_plain_numbers_count_and_others_do_not():
         "2025-12-31 10:30:00.000000 America/Argentina/Ushuaia", "2025-12-31T10:30+01:00[Asia/Aden]",
         "Wed, 31 Dec 2025 10:30:00 +0100", "Wed Dec 31 10:30:00 PST 2025", "Dec  1 10:30:00",
         "10:30 PST", "10:30:00+01:00",
+        "3 days 00:10:00", "72:10:05", "12h30",
     ],
 )  # fmt: skip
 def test_dates_are_described(text):
     writing = text_values.count_writing(pa.array([text]))
     assert text_values.describe(writing, 1) == (
-        "dates or times of day", "write them as 2026-11-23 10:30"
+        "dates or times of day", "write dates as 2026-11-23 10:30 and durations as numbers"
     )  # fmt: skip
 
 
@@ -107,12 +108,26 @@ def test_dates_are_described(text):
     [
         (['="1.2"', "=3", '="-7"'], True), (["'1.2", "'-3"], True), (["1.2D+03", "4d-1"], True),
         (["\uff11\uff12", "\uff13\uff0e\uff14"], True), (["120/80", "135.5 / 90"], True),
-        (["=A1+B2", "'tis"], False), (["10-20", "30-40"], False), (["1.2.3"], False),
+        (["0x1f", "0XA0"], True), (["12*", "13 \u2020"], True), (["D1", "d2"], False),
+        (["=A1+B2", "'tis"], False), (["2D3", "3D4"], False),
+        (["10-20", "30-40"], False), (["1.2.3"], False),
     ],
 )  # fmt: skip
 def test_unusual_notations_of_numbers_are_described(texts, are_odd):
     found = text_values.describe(text_values.count_writing(pa.array(texts)), len(texts))
     assert (found is not None and found[0] == "numbers in an unusual notation") == are_odd
+
+
+@pytest.mark.parametrize(
+    ("text", "is_nested"),
+    [
+        ('{"a": 1,\n"b": {}}', True), ("['u', 'v']", True), ("[]", True), ("(0.1, -2)", True),
+        ("[NAME]", False), ("(5)", False), ("{x}", False), ("(a, b)", False), ("1.3.2", False),
+    ],
+)  # fmt: skip
+def test_lists_and_objects_in_texts_are_described(text, is_nested):
+    found = text_values.describe(text_values.count_writing(pa.array([text])), 1)
+    assert (found is not None and found[0] == "lists or objects") == is_nested
 
 
 def test_words_for_totals_are_counted():
