@@ -203,12 +203,11 @@ class Rows:
             scan = self.columns[name]
             texts, whole = scan.kinds.get("text", 0), scan.kinds.get("int", 0)
             kind = text_values.find_kind(scan.writing, texts=texts, whole=whole)
-            units = text_values.list_units(scan.writing)
             per_cent = text_values.has_per_cent(scan.writing, plain=bool(whole))
-            is_mixed = len(units) > 1 or per_cent
+            is_mixed = per_cent or len(text_values.list_units(scan.writing)) > 1
             # In other formats than CSV, numbers and strings are different types.
-            kinds = {"text", "int"} if self.parsed else {"text"}
-            is_all = {*scan.kinds} <= kinds and scan.writing.get(kind) == texts
+            is_one = {*scan.kinds} <= {"text", "int" if self.parsed else "text"}
+            is_all = is_one and scan.writing.get(kind) == texts
             if kind and is_all and not is_mixed and not self._has_whole_classes(name):
                 found[name] = kind
         return found
@@ -225,9 +224,8 @@ class Rows:
     def is_formatted(self, name: str) -> bool:
         """Return whether the strings of a column are formatted numbers or dates, such as 3,25."""
         scan = self.columns[name]
-        texts, writing = scan.kinds.get("text", 0), scan.writing
-        written = text_values.find_kind(writing, texts=texts)
-        return bool(texts and (written or text_values.describe(writing, texts)))
+        texts, how = scan.kinds.get("text", 0), scan.writing
+        return bool(text_values.find_kind(how, texts=texts) or text_values.describe(how, texts))
 
     def read_classes(self, label: str, kind: str) -> Sequence[str]:
         """Return the class names of a label with the configured type `kind`, or none."""

@@ -350,9 +350,7 @@ def _note_texts(name: str, scan: ColumnScan) -> Iterator[str]:
             f"the column {name!r} has numbers stored as text, such as {first!r}, and is read as "
             f"text; {ways}{f' ({other} if the comma is the decimal separator)' if both else ''}"
         )
-    elif first and (
-        found := text_values.describe(writing, total, numbers=numbers, times=scan.kinds["time"])
-    ):
+    elif found := text_values.describe(writing, total, numbers=numbers, times=scan.kinds["time"]):
         what, remedy = found
         yield (
             f"the column {name!r} has {what}, such as {first!r}, and is read as text; {remedy}, or "

@@ -407,22 +407,24 @@ def find_kind(
 
 def describe(
     writing: Mapping[str, int], total: int, *, numbers: int = 0, times: int = 0
-) -> tuple[str, str] | None:
-    """Return what nearly all strings of a text column are, and how to write them, or None.
+) -> list[str] | None:
+    """Return what nearly all values of a text column are, and how to write them, or None.
 
-    `numbers` and `times` count the values that are already written in this way.
+    `total` counts all values, of which `numbers` and `times` are written in the right way.
     """
-    clocks, odd = writing.get("date", 0) + writing.get("clock", 0), writing.get("odd", 0)
-    if clocks + times >= NEARLY_ALL * total:
-        return (
-            "dates or times of day",
-            "write dates as 2026-11-23 10:30 and durations as numbers",
-        )
-    if writing.get("nested", 0) >= NEARLY_ALL * total:
-        return "lists or objects", "write one column for each of their values, or the table as JSON"
-    if odd and odd + numbers >= NEARLY_ALL * total:
-        return "numbers in an unusual notation", "write each as a plain number, such as 1.5"
-    return None
+    clocks = writing.get("date", 0) + writing.get("clock", 0)
+    kinds = (
+        (clocks, times, "dates or times of day", "write dates as 2026-11-23 and durations as 90.5"),
+        (writing.get("odd", 0), numbers, "numbers in an unusual notation", "write them as 1.5"),
+        (
+            writing.get("nested", 0),
+            0,
+            "lists or objects",
+            "write a column for each of their values",
+        ),
+    )
+    nearly = NEARLY_ALL * total
+    return next((says for n, plain, *says in kinds if n and n + plain >= nearly), None)
 
 
 def list_units(writing: Mapping[str, int]) -> list[str]:
