@@ -29,6 +29,8 @@ _HALF = 0.5
 _INT64 = 2**63
 # Maximum number of words for missing values that a note lists.
 _MARKS = 5
+# Maximum number of characters of a value in a note.
+_LONGEST = 60
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool", "text": "string"}
 
 
@@ -337,7 +339,7 @@ def _note_totals(name: str, scan: ColumnScan) -> Iterator[str]:
 
 def _note_texts(name: str, scan: ColumnScan) -> Iterator[str]:
     # Without strings, the column has numbers, codes, booleans or times of several kinds.
-    first, total = scan.texts[0][2] if scan.texts else "", scan.kinds.total()
+    first, total = scan.texts[0][2][:_LONGEST] if scan.texts else "", scan.kinds.total()
     writing = scan.writing
     numbers = sum(scan.kinds[each] for each in NUMBERS)
     as_text = f"{{{name}: text}} if they are texts"

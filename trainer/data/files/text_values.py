@@ -415,7 +415,7 @@ def describe(
     clocks = writing.get("date", 0) + writing.get("clock", 0)
     kinds = (
         (clocks, times, "dates or times of day", "write dates as 2026-11-23 and durations as 90.5"),
-        (writing.get("odd", 0), numbers, "numbers in an unusual notation", "write them as 1.5"),
+        (writing.get("odd", 0), numbers, "numbers in an unusual notation", "write plain numbers"),
         (
             writing.get("nested", 0),
             0,

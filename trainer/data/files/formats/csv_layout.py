@@ -199,15 +199,10 @@ class _Head:
             )
         _check(self._path, where, names, {*index, *empty})
         _check_values(self._path, names, rows)
-        if numbers := _odd_numbers(names):
-            notes.append(
-                f"row {self._lines[place]} is used as the header, although names such as "
-                f"{numbers[0]!r} are numbers; if it is not a header, put the names of the columns "
-                "above it"
-            )
         below = self._rows[place + 1] if place + 1 < len(self._rows) else []
         # Skip the line below the header of a Markdown table.
         is_line = any(below) and all(re.fullmatch(r":?-{2,}:?|", each.strip()) for each in below)
+        notes += self._doubts(place, names, rows[is_line:])
         return CsvLayout(
             names=tuple(names),
             delimiter=self._delimiter,
@@ -216,6 +211,25 @@ class _Head:
             quote=quote,
             notes=tuple(notes),
         )
+
+    def _doubts(self, place: int, names: Sequence[str], rows: Sequence[list[str]]) -> Iterator[str]:
+        """Yield notes on a header that may be a row, and on a row that may be a header."""
+        if numbers := _odd_numbers(names):
+            yield (
+                f"row {self._lines[place]} is used as the header, although names such as "
+                f"{numbers[0]!r} are numbers; if it is not a header, put the names of the columns "
+                "above it"
+            )
+        # Survey tools write the questions, and loggers the units, in a row below the header.
+        columns = zip(*rows, strict=True)
+        few = [each for each in columns if len({*each}) <= _FEW_VALUES * len(each)]
+        is_other = all(each.count(each[0]) == 1 for each in few)
+        if len(few) > 1 and is_other and _are_names([each[0] for each in few]):
+            row = self._lines[self._rows.index(rows[0])]
+            yield (
+                f"row {row} has values that no row below it has, such as "
+                f"{few[0][0].strip()[:40]!r}; remove it if it is a second header"
+            )
 
     def _header(self) -> int:
         place = next(
@@ -276,7 +290,9 @@ class _Head:
         cause = "add the missing names, or remove a title above the header"
         if more < 0:
             cause = "remove the extra names, or add the missing values"
-        elif self._delimiter == "," and any(map(_has_split_number, rows)):
+        elif self._delimiter == "," and any(
+            one[-1:].isdigit() and two[:1].isdigit() for row in rows for one, two in pairwise(row)
+        ):
             cause = "quote numbers that have a comma, or add the missing names"
         elif re.search(r", [\"']|, '|^'", self._records[row].text):
             cause = "write texts in double quotes, right after the delimiter"
@@ -286,10 +302,6 @@ class _Head:
             f"{len(self._rows) - place - 1} rows have {self._width} values, such as row "
             f"{self._lines[row]}; {cause}"
         )
-
-
-def _has_split_number(row: Sequence[str]) -> bool:
-    return any(re.search(r"\d,\d", f"{one[-1:]},{other[:1]}") for one, other in pairwise(row))
 
 
 def _odd_numbers(names: Sequence[str]) -> list[str]:

@@ -143,6 +143,25 @@ def test_names_that_are_numbers_are_said(tmp_path: Path, head: str, is_odd: bool
     ]
 
 
+@pytest.mark.parametrize(
+    ("row", "is_second"),
+    [
+        ("When?,How is it?,Which?", True),
+        ("1,w1,a", False),
+        ("0,w9,a", False),
+        ("--,--,--", False),
+        ("5,7,8", False),
+        ("5,z,", False),
+    ],
+)
+def test_a_second_header_is_said(tmp_path: Path, row: str, is_second: bool) -> None:
+    table(tmp_path, f"n,word,kind\n{row}\n{BODY}")
+    value = row.split(",")[1]
+    said = f"row 2 has values that no row below it has, such as {value!r}; remove it if it is a"
+    notes = detect_layout(tmp_path / "t.csv").notes
+    assert [each[: len(said)] for each in notes] == [said] * is_second
+
+
 def test_a_hash_may_name_a_column(tmp_path: Path) -> None:
     text = "#,Name,Type\n1,Bud,grass\n2,Ivy,grass\n3,Fox,fire\n"
     assert table(tmp_path, text)[0][2] == {"#": "3", "Name": "Fox", "Type": "fire"}
