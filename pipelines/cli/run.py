@@ -114,9 +114,9 @@ def _run(
     errors = display.Terminal(stderr=True)
     errors.print(f"run {started.run_id} in {started.folder}")
     if started.written:
-        path = os.path.relpath(started.written)
-        again = f"flotilla run {shlex.quote(path)}"
-        errors.print(f"the configuration is in {path}; repeat the run with: {again}")
+        path, drop = shlex.quote(os.path.relpath(started.written)), started.config.data.drop
+        left = f" and leaves out the columns {', '.join(drop[:9])}" if drop else ""
+        errors.print(f"the configuration is in {path}{left}; repeat it with: flotilla run {path}")
     for line in bundle_lines(started.bundle) if started.bundle else ():
         errors.print(line)
     if remark := plain_http_remark(started.config.storage.root):

@@ -85,3 +85,13 @@ def test_a_file_is_written_once_and_a_label_is_asked_for(tmp_path, monkeypatch, 
     assert Path("plants.yaml").read_text() == "name: mine\n"
     code, said = init()
     assert (code, "perhaps 'kind' (one of height, kind)" in said) == (2, True)
+
+
+def test_a_run_on_files_says_which_columns_it_leaves_out(tmp_path, monkeypatch, capsys):
+    result = RunResult(status="failed", exit_code=1, message="x", steps=())
+    monkeypatch.setattr(local, "execute", lambda *_: result)
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{n},Z{n},{n % 7},{'ab'[n % 2]}" for n in range(40)]
+    Path("shop.csv").write_text("\n".join(["order_id,code,items,y", *rows]))
+    assert app.call(["run", "shop.csv", "--label", "y"]) == 1
+    assert "shop.yaml and leaves out the columns order_id, code; repeat" in capsys.readouterr().err
