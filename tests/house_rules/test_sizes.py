@@ -34,7 +34,7 @@ BUDGETS = {
     "trainer/cluster": 2521,
     "trainer/code": 425,
     "trainer/config": 3345,
-    "trainer/data": 10615,
+    "trainer/data": 10757,
     "trainer/data_gate": 1911,
     "trainer/embeddings": 1943,
     "trainer/evaluation": 2953,
