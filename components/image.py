@@ -55,8 +55,9 @@ DEFAULTS = PodDefaults()
 #: Option in the command of the first step. KFP's executor ignores it. Its value is a mark: the
 #: Flotilla version that compiled the pipeline, and a digest of the signatures of its steps.
 MARK_OPTION = "--compiled_by"
-# Increase this number if a value passed between steps changes its meaning but no signature changes.
-_REVISION = 3
+# Increase this number if no signature changes, but a value passed between steps changes its meaning
+# or a component, also one of a sweep, calls other functions of the image.
+_REVISION = 4
 _LENGTH = 12
 
 

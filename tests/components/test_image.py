@@ -1,15 +1,18 @@
 """Tests that a pipeline refuses to run if its steps differ from those of its image."""
 
+import inspect
+import re
 import sys
 
 import pytest
 import yaml
 from kfp import dsl
 
-from flotilla.components import image, prepare_data
+from flotilla.components import image, prepare_data, sweeps
 from flotilla.components.records.record import run
 from flotilla.components.table import STEPS
 from flotilla.pipelines.compile import compile_components, compile_pipeline
+from flotilla.pipelines.training import COMPONENTS
 from flotilla.trainer import storage
 from flotilla.trainer.config.form import FIELDS
 from flotilla.trainer.runtime.errors import ConfigError
@@ -38,6 +41,15 @@ def test_a_signature_is_names_types_and_what_is_returned():
     assert image._signature("train_model").endswith(") -> str")
     with pytest.raises(LookupError, match="no function table"):
         image._signature("table")
+
+
+def test_a_component_that_calls_another_function_of_the_image_needs_another_revision():
+    every = (*COMPONENTS, sweeps.run_trial, sweeps.choose_trial, sweeps.finish_sweep)
+    sources = "".join(inspect.getsource(each.python_func) for each in every)
+    called = set(re.findall(r"    from flotilla\.components\.(\S+) import (\w+)\n", sources))
+    of_sweeps = {("sweeps", name) for name in ("choose", "end_sweep", "train_trial")}
+    expected = {(step.name, "work") for step in STEPS} | of_sweeps | {("records.record", "run")}
+    assert (image._REVISION, called) == (4, expected)
 
 
 def test_the_version_is_no_part_of_it(monkeypatch):
