@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from flotilla.components import launchers, sweeps, train_model
+from flotilla.components.records import run_store
 from flotilla.components.records.step_record import PublishedRecord
 from flotilla.trainer import storage
 from flotilla.trainer.config.schema import Config
@@ -121,6 +122,7 @@ def chosen(root, *trials, rung=0):
 
 def test_the_best_goes_on_with_its_own_configuration(root):
     found = chosen(root, *TRIALS)
+    assert run_store.read_given(storage.join(root, RUN), "choose_trial").arguments["rung"] == 0
     assert going(root, 1) == [2]
     assert found.checkpoint == "file:///c2"
     config = Config.model_validate_json(found.config)

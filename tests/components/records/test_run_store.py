@@ -58,6 +58,21 @@ def emitted(tmp_path):
     return list(events.read(tmp_path / "events.jsonl"))
 
 
+@pytest.mark.parametrize(
+    ("output", "root"),
+    [
+        ("gs://b/k/p/123/prepare-data/7/configuration", "gs://b/k/flotilla"),
+        (
+            "minio://mlpipeline/v2/p/123/prepare-data/7/configuration?endpoint=a:1&region=x",
+            "minio://mlpipeline/v2/flotilla?endpoint=a:1&region=x",
+        ),
+    ],
+)
+def test_without_a_root_it_is_below_the_pipeline_root(output, root):
+    # The bucket does not exist, so this test also shows that no request is sent.
+    assert run_store.find_root("", output, "123") == root
+
+
 @pytest.mark.usefixtures("folder")
 def test_a_part_of_the_champion_stays_a_part(root, tmp_path):
     part = {"from": "champion", "exclude": ["out/*"]}
