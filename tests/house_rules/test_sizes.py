@@ -19,7 +19,7 @@ FOLDER_LIMIT = 15
 # Maximum number of lines per folder. The commit that raises a number says what was removed in
 # return.
 BUDGETS = {
-    "components": 2006,
+    "components": 2007,
     "components/kubernetes": 5332,
     "components/records": 1319,
     "pipelines": 2349,
